@@ -1,0 +1,73 @@
+"""sglang/srt/arg_groups: the KV cache dtypes and the attention backend of this plugin."""
+
+from collections.abc import Callable
+from typing import Any
+
+from sglang.srt.arg_groups.model_override_base import (
+    _MODEL_OVERRIDE_FNS,
+    model_config_of,
+    register_model_override,
+    resolving_view,
+)
+from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+
+from sglang_dsv4.attention.backend import BACKEND_NAME
+from sglang_dsv4.errors import UnsupportedError
+from sglang_dsv4.model_source import ARCHITECTURE, serves
+from sglang_dsv4.patches.patch import Patch
+
+KV_CACHE_DTYPES = ("nvfp4", "bfloat16")
+
+
+def around_kv_cache_dtype(original: Callable, view: Any) -> dict[str, Any]:
+    """``auto`` becomes nvfp4, ``bf16`` bfloat16; the checkpoint's ``kv_cache_scheme`` is a hint.
+
+    Raises:
+        UnsupportedError: another dtype was asked for.
+    """
+    if not serves(model_config_of(view).hf_config):
+        return original(view)
+    asked = view.kv_cache_dtype
+    chosen = {"auto": "nvfp4", "bf16": "bfloat16"}.get(asked, asked)
+    if chosen not in KV_CACHE_DTYPES:
+        raise UnsupportedError(
+            f"--kv-cache-dtype is {asked}, wanted {' or '.join(KV_CACHE_DTYPES)} for this model: "
+            f"leave the option out for nvfp4."
+        )
+    return {} if chosen == asked else {"kv_cache_dtype": chosen}
+
+
+def skip_nvfp4_rules(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Stock's NVFP4 rules are about its multi-head pools and SM100 kernels, not about ours."""
+    if resolving_view(server_args).kv_cache_dtype == "nvfp4" and serves(
+        model_config_of(server_args).hf_config
+    ):
+        return
+    previous(server_args)
+
+
+def attention_backend_override(server_args: Any, hf_config: Any) -> dict[str, Any]:
+    """Our backend for what we serve, in place of stock's ``dsv4``."""
+    return {"attention_backend": BACKEND_NAME} if serves(hf_config) else {}
+
+
+def register_overrides() -> None:
+    """Register at SGLang's own extension points; the last declaration counts. Idempotent."""
+    if attention_backend_override in _MODEL_OVERRIDE_FNS.get(ARCHITECTURE, ()):
+        return
+    register_model_override(ARCHITECTURE)(attention_backend_override)
+    for step in ("handle_nvfp4_prefill_kv_dequant_dtype", "handle_kv4_compatibility"):
+        register_resolution_hook(step)(skip_nvfp4_rules)
+
+
+PATCHES = (
+    Patch(
+        target="sglang.srt.arg_groups.overrides._deepseek_v4_kv_cache_dtype",
+        hook=around_kv_cache_dtype,
+        signature="(view)",
+        why="Stock turns auto into fp8_e4m3 for DeepSeek-V4 and asserts that it is fp8_e4m3 or "
+        "bfloat16.",
+        remove_when="Stock serves DeepSeek-V4 with an NVFP4 latent pool.",
+        upstream="https://github.com/sgl-project/sglang/pull/38646",
+    ),
+)

@@ -1,0 +1,1 @@
+"""The attention backend and the slot lists it works on."""

@@ -1,0 +1,216 @@
+"""The attention backend ``dsv4_nvfp4``: SGLang's batch in, operations on the pools out.
+
+A layer's pass through here is: ``store_window`` -> ``compress`` -> (CSA) ``select`` -> ``attend``.
+Prefill and decode are the same operation on other slot lists (``metadata``).
+"""
+
+from typing import TYPE_CHECKING
+
+import torch
+from sglang.srt.arg_groups.choices import (
+    ATTENTION_BACKEND_CHOICES,
+    add_attention_backend_choices,
+)
+from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
+from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
+
+from sglang_dsv4.attention.metadata import AttentionMetadata, BatchRows, build_metadata
+from sglang_dsv4.cache.pool import Dsv4TokenToKVPool, kv_format_of
+from sglang_dsv4.kernels.dispatch import operations_for
+
+if TYPE_CHECKING:
+    from sglang.srt.model_executor.forward_batch_info import ForwardBatch
+    from sglang.srt.model_executor.model_runner import ModelRunner
+
+BACKEND_NAME = "dsv4_nvfp4"
+
+
+class Dsv4AttentionBackend(AttentionBackend):
+    """Window, compressed and indexer pools of DeepSeek-V4 behind four calls a layer."""
+
+    forward_metadata: AttentionMetadata
+
+    def __init__(self, runner: "ModelRunner") -> None:
+        super().__init__()
+        if not isinstance(runner.token_to_kv_pool, Dsv4TokenToKVPool):
+            raise TypeError(
+                f"The {BACKEND_NAME} backend got a {type(runner.token_to_kv_pool).__name__}, "
+                f"wanted Dsv4TokenToKVPool: select another --attention-backend for this model."
+            )
+        self.token_to_kv_pool = runner.token_to_kv_pool
+        self.req_to_token_pool = runner.req_to_token_pool
+        self.page_size = runner.page_size
+        self.ops = operations_for(torch.device(runner.device))
+
+    def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
+        """Builds the slot lists of this forward pass."""
+        pool = self.token_to_kv_pool
+        self.forward_metadata = build_metadata(
+            batch_rows(forward_batch),
+            self.req_to_token_pool.req_to_token,
+            pool.full_to_swa_index_mapping,
+            page_size=self.page_size,
+            sliding_window=pool.sliding_window,
+            c128_ring=pool.get_ring_size(128),
+        )
+
+    def store_window(
+        self,
+        layer_id: int,
+        kv: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        rope_table: torch.Tensor,
+    ) -> None:
+        """Norm, rotate and write the window records of this pass; ``kv`` is [T, 512]."""
+        pool, layout = self.token_to_kv_pool.window_records(layer_id)
+        meta = self.forward_metadata
+        self.ops.kv_store(
+            kv, norm_weight, eps, meta.positions, rope_table, meta.window_out, pool, layout
+        )
+
+    def compress(
+        self,
+        layer_id: int,
+        ratio: int,
+        kv: torch.Tensor,
+        gate: torch.Tensor,
+        position_bias: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        rope_table: torch.Tensor,
+    ) -> None:
+        """Write the compressed records of the windows that close; kv, gate are [T, coff * 512]."""
+        meta = self.forward_metadata
+        pool, layout = self.token_to_kv_pool.compressed_records(layer_id)
+        self.ops.compress_store(
+            kv,
+            gate,
+            position_bias,
+            meta.positions,
+            self.token_to_kv_pool.compressor_state(layer_id),
+            meta.plan_c4 if ratio == 4 else meta.plan_c128,
+            norm_weight,
+            eps,
+            rope_table,
+            pool,
+            layout,
+        )
+
+    def compress_indexer_keys(
+        self,
+        layer_id: int,
+        kv: torch.Tensor,
+        gate: torch.Tensor,
+        position_bias: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        rope_table: torch.Tensor,
+    ) -> None:
+        """Write the indexer keys of the windows that close; kv, gate are [T, 256]."""
+        meta = self.forward_metadata
+        pool, layout = self.token_to_kv_pool.indexer_keys(layer_id)
+        self.ops.compress_store(
+            kv,
+            gate,
+            position_bias,
+            meta.positions,
+            self.token_to_kv_pool.indexer_state(layer_id),
+            meta.plan_c4,
+            norm_weight,
+            eps,
+            rope_table,
+            pool,
+            layout,
+        )
+
+    def select(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        weights: torch.Tensor,
+        topk: int,
+        rope_table: torch.Tensor,
+    ) -> torch.Tensor:
+        """Compressed slots that each token attends to in a CSA layer: int64 [T, topk], -1 unused.
+
+        Args:
+            q: [T, index heads, 128], not yet rotated.
+            weights: float32 [T, index heads], scaled (paper eq. 16).
+        """
+        meta = self.forward_metadata
+        pool, layout = self.token_to_kv_pool.indexer_keys(layer_id)
+        q = self.ops.indexer_query(q, meta.positions, rope_table)
+        entries = self.ops.indexer_topk(
+            q, weights, pool, layout, meta.c4_slots, meta.row_of_token, meta.c4_visible, topk
+        )
+        slots = meta.c4_slots[meta.row_of_token[:, None], entries.clamp(min=0)]
+        return slots.masked_fill(entries < 0, -1)
+
+    def attend(
+        self,
+        layer_id: int,
+        q: torch.Tensor,
+        compressed_slots: torch.Tensor | None,
+        sinks: torch.Tensor,
+        softmax_scale: float,
+        out_scale: float,
+    ) -> torch.Tensor:
+        """Attention of q [T, H, 512] to the window and the compressed slots: [T, H, 512]."""
+        window_pool, window_layout = self.token_to_kv_pool.window_records(layer_id)
+        pool, layout = (
+            (None, None)
+            if compressed_slots is None
+            else self.token_to_kv_pool.compressed_records(layer_id)
+        )
+        out, _ = self.ops.sparse_attention(
+            q,
+            self.forward_metadata.window_slots,
+            window_pool,
+            window_layout,
+            compressed_slots,
+            pool,
+            layout,
+            sinks,
+            softmax_scale,
+            out_scale,
+        )
+        return out
+
+
+def batch_rows(forward_batch: "ForwardBatch") -> BatchRows:
+    """The fields of SGLang's batch that the slot lists derive from; decode is an extend by one."""
+    seq_lens = forward_batch.seq_lens.long()
+    positions = forward_batch.positions.long()
+    requests = torch.arange(len(seq_lens), device=seq_lens.device)
+    if forward_batch.forward_mode.is_decode_or_idle():
+        prefix_lens, row_of_token = seq_lens - 1, requests
+    else:
+        prefix_lens = forward_batch.extend_prefix_lens.long()
+        row_of_token = torch.repeat_interleave(
+            requests, seq_lens - prefix_lens, output_size=len(positions)
+        )
+    host_lens = forward_batch.seq_lens_cpu
+    return BatchRows(
+        req_pool_indices=forward_batch.req_pool_indices.long(),
+        prefix_lens=prefix_lens,
+        seq_lens=seq_lens,
+        positions=positions,
+        out_cache_loc=forward_batch.out_cache_loc.long(),
+        row_of_token=row_of_token,
+        max_seq_len=int((seq_lens if host_lens is None else host_lens).max()) if len(seq_lens) else 0,
+    )
+
+
+def create_backend(runner: "ModelRunner") -> Dsv4AttentionBackend:
+    """Factory for SGLang's registry; the model's KV norms take the factor of the record format."""
+    backend = Dsv4AttentionBackend(runner)
+    runner.model.set_record_scales(kv_format_of(runner.token_to_kv_pool.dtype))
+    return backend
+
+
+def register_backend() -> None:
+    """Make ``--attention-backend dsv4_nvfp4`` selectable. Idempotent."""
+    ATTENTION_BACKENDS[BACKEND_NAME] = create_backend
+    if BACKEND_NAME not in ATTENTION_BACKEND_CHOICES:
+        add_attention_backend_choices([BACKEND_NAME])

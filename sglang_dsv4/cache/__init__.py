@@ -1,0 +1,1 @@
+"""The paged pools: byte layout of a record, the pool classes, capacity arithmetic."""

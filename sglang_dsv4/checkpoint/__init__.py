@@ -1,0 +1,1 @@
+"""Reading a checkpoint: key styles, quantisation per tensor, the account of keys."""

@@ -1,0 +1,1 @@
+"""The embedded small model and the demonstration that talks to it."""

@@ -1,0 +1,82 @@
+"""Every environment variable that this plugin reads; stock SGLang owns the other SGLANG_DSV4_*."""
+
+import os
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from sglang_dsv4.errors import ConfigError
+
+PREFIX = "SGLANG_DSV4_NVFP4_"
+
+T = TypeVar("T")
+
+_TRUE = ("1", "true", "yes", "on")
+_FALSE = ("0", "false", "no", "off")
+
+
+def _parse_bool(text: str) -> bool:
+    word = text.strip().lower()
+    if word in _TRUE:
+        return True
+    if word in _FALSE:
+        return False
+    raise ValueError("0 or 1")
+
+
+def _parse_str(text: str) -> str:
+    return text
+
+
+@dataclass(frozen=True)
+class EnvVar(Generic[T]):
+    """One variable: its name, how its text is read, its value when unset, and what it does."""
+
+    name: str
+    parse: Callable[[str], T]
+    default: T
+    doc: str
+
+    def get(self) -> T:
+        """The value now.
+
+        Raises:
+            ConfigError: the text in the environment is not of the variable's type.
+        """
+        text = os.environ.get(self.name)
+        if text is None or text == "":
+            return self.default
+        try:
+            return self.parse(text)
+        except ValueError as error:
+            raise ConfigError(
+                f"The environment variable {self.name} is {text!r}, wanted {error}: "
+                f"correct or unset it."
+            ) from error
+
+
+REFERENCE_ON_GPU = EnvVar(
+    PREFIX + "REFERENCE_ON_GPU",
+    _parse_bool,
+    False,
+    "Run the plain-torch reference on a GPU for operations without a kernel there (slow).",
+)
+FAILURE_FILE = EnvVar(
+    PREFIX + "FAILURE_FILE",
+    _parse_str,
+    "",
+    "File to which a failing process writes its sentence; set by sglang_dsv4.launch_server.",
+)
+
+ALL: tuple[EnvVar, ...] = (REFERENCE_ON_GPU, FAILURE_FILE)
+
+
+def reference_on_gpu() -> bool:
+    """Whether a GPU may run the plain-torch reference where it has no kernel."""
+    return REFERENCE_ON_GPU.get()
+
+
+def failure_file() -> Path | None:
+    """Where a failing process leaves its sentence; None when nobody listens."""
+    return Path(FAILURE_FILE.get()) if FAILURE_FILE.get() else None

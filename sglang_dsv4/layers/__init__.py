@@ -1,0 +1,1 @@
+"""Linear and expert layers that hold NVFP4 weights."""

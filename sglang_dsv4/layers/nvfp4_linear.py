@@ -1,0 +1,56 @@
+"""NVFP4 linear layers: 4-bit weights in the checkpoint, one weight method a device.
+
+w = e2m1(nibble) * weight_scale * weight_scale_2 (ModelOpt export: weight uint8 [out, in / 2] with
+the even column in the low nibble, weight_scale e4m3 [out, in / 16], weight_scale_2 float32).
+"""
+
+import torch
+import torch.nn.functional as F
+from sglang.srt.layers.quantization.modelopt_quant import (
+    ModelOptFp4Config,
+    ModelOptFp4LinearMethod,
+)
+
+from sglang_dsv4.errors import UnsupportedError
+from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
+
+
+class Nvfp4LinearMethod(ModelOptFp4LinearMethod):
+    """Parameters as SGLang's ModelOpt method makes them; on a CPU dequantised once, at load."""
+
+    def __init__(self) -> None:
+        super().__init__(
+            ModelOptFp4Config(
+                is_checkpoint_nvfp4_serialized=True,
+                group_size=16,
+                exclude_modules=[],
+                packed_modules_mapping={},
+            )
+        )
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Replace the packed weight by its bfloat16 value: [out, in].
+
+        The parts of a fused module share one ``weight_scale_2`` by now (``checkpoint.quant``).
+        The product e2m1 * e4m3 * float32 is rounded once, to bfloat16.
+
+        Raises:
+            UnsupportedError: the device is not a CPU.
+        """
+        device = layer.weight.device
+        if device.type != "cpu":
+            raise UnsupportedError(
+                f"An NVFP4 linear layer is on {device.type}, wanted cpu: pass --device cpu."
+            )
+        weight = dequantize_weight(
+            layer.weight.data, layer.weight_scale.data, layer.weight_scale_2.data.max()
+        ).to(layer.params_dtype)
+        for name in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+            delattr(layer, name)
+        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+
+    def apply(
+        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
+    ) -> torch.Tensor:
+        """x [T, in] -> [T, out]."""
+        return F.linear(x, layer.weight, bias)

@@ -1,0 +1,73 @@
+"""NVFP4 routed experts: packed in the checkpoint, one weight method a device."""
+
+from typing import Any
+
+import torch
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoeWeightScaleSupported
+from sglang.srt.utils import set_weight_attrs
+
+from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
+from sglang_dsv4.layers.dense_moe import DenseMoEMethod
+
+_BLOCK = {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
+_TENSOR = {"quant_method": FusedMoeWeightScaleSupported.TENSOR.value}
+
+
+class Nvfp4MoEMethod(DenseMoEMethod):
+    """Loads w13 / w2 with their scales; on a CPU dequantised once, at load, to bfloat16."""
+
+    def create_weights(
+        self,
+        layer: torch.nn.Module,
+        num_experts: int,
+        hidden_size: int,
+        intermediate_size_per_partition: int,
+        params_dtype: torch.dtype,
+        **extra_weight_attrs: Any,
+    ) -> None:
+        """Register packed weights, block scales, outer scales and input scales of all experts."""
+        inner, loader = intermediate_size_per_partition, extra_weight_attrs["weight_loader"]
+        e4m3, f32 = torch.float8_e4m3fn, torch.float32
+        layer.params_dtype = params_dtype
+        for name, shape, dtype, attrs in (
+            ("w13_weight", (num_experts, 2 * inner, hidden_size // 2), torch.uint8, {}),
+            ("w2_weight", (num_experts, hidden_size, inner // 2), torch.uint8, {}),
+            ("w13_weight_scale", (num_experts, 2 * inner, hidden_size // 16), e4m3, _BLOCK),
+            ("w2_weight_scale", (num_experts, hidden_size, inner // 16), e4m3, _BLOCK),
+            ("w13_weight_scale_2", (num_experts, 2), f32, _TENSOR),
+            ("w2_weight_scale_2", (num_experts,), f32, _TENSOR),
+            ("w13_input_scale", (num_experts, 2), f32, _TENSOR),
+            ("w2_input_scale", (num_experts,), f32, _TENSOR),
+        ):
+            parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
+            layer.register_parameter(name, parameter)
+            set_weight_attrs(parameter, {"weight_loader": loader, **attrs})
+
+    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+        """Replace the packed experts by bfloat16 ones, an expert at a time.
+
+        Raises:
+            UnsupportedError: the experts are not on a CPU.
+        """
+        super().process_weights_after_loading(layer)
+        for name in ("w13", "w2"):
+            packed = getattr(layer, f"{name}_weight").data
+            scale = getattr(layer, f"{name}_weight_scale").data
+            outer = getattr(layer, f"{name}_weight_scale_2").data.view(len(packed), -1)
+            dense = torch.empty(
+                (*packed.shape[:2], packed.shape[2] * 2), dtype=layer.params_dtype
+            )
+            for expert in range(len(packed)):
+                halves = zip(
+                    packed[expert].chunk(outer.shape[1]),
+                    scale[expert].chunk(outer.shape[1]),
+                    outer[expert],
+                    strict=True,
+                )
+                rows = [dequantize_weight(*half).to(layer.params_dtype) for half in halves]
+                torch.cat(rows, out=dense[expert])
+            for suffix in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
+                delattr(layer, f"{name}_{suffix}")
+            layer.register_parameter(
+                f"{name}_weight", torch.nn.Parameter(dense, requires_grad=False)
+            )

@@ -1,0 +1,110 @@
+"""How each module's weight is held, decided from the checkpoint's tensors and the device."""
+
+from collections.abc import Mapping
+from typing import Any
+
+import torch
+from sglang.srt.layers.linear import LinearBase
+from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+from sglang.srt.layers.quantization.base_config import QuantizationConfig, QuantizeMethodBase
+from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
+
+from sglang_dsv4.checkpoint.quant import QuantKind
+from sglang_dsv4.errors import CheckpointError, UnsupportedError
+from sglang_dsv4.layers.dense_moe import DenseMoEMethod
+from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod
+from sglang_dsv4.layers.nvfp4_moe import Nvfp4MoEMethod
+
+FUSED_MODULES: Mapping[str, tuple[str, ...]] = {
+    "q_a_kv_proj": ("q_a_proj", "kv_proj"),
+    "kv_gate_proj": ("kv_proj", "gate_proj"),
+    "gate_up_proj": ("gate_proj", "up_proj"),
+}
+"""Modules that hold several projections of the checkpoint, stacked along the output."""
+
+
+class Dsv4QuantConfig(QuantizationConfig):
+    """Chooses the weight method of each module by the ``QuantKind`` of its tensors.
+
+    Args:
+        kinds: kind of each quantised module, by its name in the checkpoint's own style
+            (``model.layers.2.self_attn.q_a_proj``); a module not named holds plain weights.
+    """
+
+    def __init__(self, kinds: Mapping[str, QuantKind]) -> None:
+        super().__init__()
+        self.kinds = kinds
+
+    def kind_of(self, prefix: str) -> QuantKind:
+        """Kind of a module of the model, fused modules included.
+
+        Raises:
+            CheckpointError: the parts of a fused module differ in kind.
+        """
+        parent, _, name = prefix.rpartition(".")
+        if name == "experts":
+            parts = [f"{prefix}.0.{part}" for part in ("gate_proj", "up_proj", "down_proj")]
+        else:
+            parts = [f"{parent}.{part}" for part in FUSED_MODULES.get(name, (name,))]
+        found = {part: self.kinds.get(part, QuantKind.BF16) for part in parts}
+        if len(set(found.values())) > 1:
+            listed = ", ".join(f"{part} is {kind.value}" for part, kind in found.items())
+            raise CheckpointError(
+                f"The checkpoint quantises projections that are served as one differently "
+                f"({listed}), wanted one kind: export the checkpoint with all of them alike."
+            )
+        return next(iter(found.values()))
+
+    def get_quant_method(self, layer: torch.nn.Module, prefix: str) -> QuantizeMethodBase | None:
+        """The weight method of ``layer``; None for layers that are never quantised.
+
+        Raises:
+            UnsupportedError: the kind is one that stock SGLang serves, not this plugin.
+        """
+        if not isinstance(layer, LinearBase | FusedMoE):
+            return None
+        kind = self.kind_of(prefix)
+        if kind is QuantKind.NVFP4:
+            if isinstance(layer, FusedMoE):
+                return Nvfp4MoEMethod()
+            return Nvfp4LinearMethod()
+        if kind is QuantKind.BF16:
+            return DenseMoEMethod() if isinstance(layer, FusedMoE) else UnquantizedLinearMethod()
+        raise UnsupportedError(
+            f"The module {prefix} is stored as {kind.value}, wanted NVFP4 or BF16: serve this "
+            f"checkpoint with stock SGLang (SGLANG_PLUGINS=none)."
+        )
+
+    def get_name(self) -> str:
+        """Name of the method in SGLang's logs."""
+        return "dsv4_nvfp4"
+
+    def get_supported_act_dtypes(self) -> list[torch.dtype]:
+        """Activation dtypes."""
+        return [torch.bfloat16]
+
+    @classmethod
+    def get_min_capability(cls) -> int:
+        """Compute capability below which no GPU is served."""
+        return 80
+
+    @staticmethod
+    def get_config_filenames() -> list[str]:
+        """None: the tensors decide."""
+        return []
+
+    @classmethod
+    def from_config(cls, config: dict[str, Any]) -> "Dsv4QuantConfig":
+        """Not used: the tensors decide.
+
+        Raises:
+            UnsupportedError: always.
+        """
+        raise UnsupportedError(
+            "dsv4_nvfp4 quantisation was asked of a config, wanted a checkpoint: "
+            "construct Dsv4QuantConfig from the checkpoint's tensors."
+        )
+
+    def get_scaled_act_names(self) -> list[str]:
+        """No activation carries a scale of its own."""
+        return []

@@ -1,0 +1,1 @@
+"""The model, written to be read beside the paper."""

@@ -1,0 +1,85 @@
+"""Token-level compression of KV (paper sections 2.3.1 and 2.3.2) and the lightning indexer."""
+
+import torch
+from sglang.srt.layers.linear import ReplicatedLinear
+from torch import nn
+
+from sglang_dsv4.attention.backend import Dsv4AttentionBackend
+from sglang_dsv4.config import ModelDims
+from sglang.srt.layers.layernorm import RMSNorm
+from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
+
+
+class Compressor(nn.Module):
+    """One entry of width d out of every ``ratio`` tokens, a softmax-gated sum a channel.
+
+    HCA (ratio 128): entry w sums its own 128 tokens (eqs. 20-23). CSA (ratio 4): each token carries
+    two series of width d; entry w sums the first series of window w - 1 and the second series of
+    window w (eqs. 9-12). ``kv_gate_proj`` holds the checkpoint's ``kv_proj`` and ``gate_proj``.
+    """
+
+    def __init__(
+        self, dims: ModelDims, width: int, ratio: int, quant: Dsv4QuantConfig, prefix: str
+    ) -> None:
+        super().__init__()
+        self.ratio, self.eps = ratio, dims.rms_norm_eps
+        series = width * (2 if ratio == 4 else 1)
+        self.kv_gate_proj = ReplicatedLinear(
+            dims.hidden_size,
+            2 * series,
+            bias=False,
+            quant_config=quant,
+            prefix=f"{prefix}.kv_gate_proj",
+        )
+        self.position_bias = nn.Parameter(torch.empty(ratio, series, dtype=torch.float32))
+        self.kv_norm = RMSNorm(width, dims.rms_norm_eps)
+
+    def kv_gate(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hidden [T, D] -> kv, gate, each [T, coff * width] (eqs. 9, 10, 20, 21)."""
+        kv, gate = self.kv_gate_proj(hidden)[0].chunk(2, dim=-1)
+        return kv, gate
+
+
+class Indexer(Compressor):
+    """Picks the compressed entries that a CSA query attends to (eqs. 13-17)."""
+
+    def __init__(self, dims: ModelDims, quant: Dsv4QuantConfig, prefix: str) -> None:
+        super().__init__(dims, dims.index_head_dim, 4, quant, prefix)
+        self.heads, self.width, self.topk = (
+            dims.index_n_heads,
+            dims.index_head_dim,
+            dims.index_topk,
+        )
+        self.q_b_proj = ReplicatedLinear(
+            dims.q_lora_rank,
+            self.heads * self.width,
+            bias=False,
+            quant_config=quant,
+            prefix=f"{prefix}.q_b_proj",
+        )
+        self.scorer = nn.Module()
+        self.scorer.weights_proj = ReplicatedLinear(
+            dims.hidden_size,
+            self.heads,
+            bias=False,
+            quant_config=quant,
+            prefix=f"{prefix}.scorer.weights_proj",
+        )
+
+    def forward(
+        self,
+        layer_id: int,
+        hidden: torch.Tensor,
+        q_residual: torch.Tensor,
+        rope_table: torch.Tensor,
+        backend: Dsv4AttentionBackend,
+    ) -> torch.Tensor:
+        """Slots of the chosen entries, int64 [T, topk]; the keys of this pass are written first."""
+        kv, gate = self.kv_gate(hidden)
+        backend.compress_indexer_keys(
+            layer_id, kv, gate, self.position_bias, self.kv_norm.weight, self.eps, rope_table
+        )
+        q = self.q_b_proj(q_residual)[0].unflatten(-1, (self.heads, self.width))
+        weights = self.scorer.weights_proj(hidden)[0].float()
+        scale = self.width**-0.5 * self.heads**-0.5
+        return backend.select(layer_id, q, weights * scale, self.topk, rope_table)

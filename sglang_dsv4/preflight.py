@@ -1,0 +1,284 @@
+"""What must hold before a server starts: a table of found and wanted, and what to do.
+
+``python -m sglang_dsv4.preflight MODEL_DIR`` prints it alone; ``launch_server`` prints it first.
+Checks read headers and metadata only, so they take no longer than the imports they need.
+"""
+
+import argparse
+import os
+import sys
+import warnings
+from collections import Counter
+from collections.abc import Callable
+from dataclasses import dataclass
+from importlib.metadata import entry_points, version
+
+from sglang_dsv4 import __version__, plugin
+from sglang_dsv4.errors import CheckpointError, Dsv4Error, UnsupportedError
+from sglang_dsv4.failure import EXIT_STATUS, one_sentence
+
+GIB = 1 << 30
+PYTHON = (3, 11)
+# What a CPU's pools get unless the user says otherwise: the machine has other work to do.
+CPU_POOL_BYTES = 2 * GIB
+# Resident size of the server's three processes (HTTP, scheduler, detokenizer) without a model.
+CPU_PROCESS_BYTES = 3 * GIB
+
+
+@dataclass(frozen=True)
+class Check:
+    """One row: what was found, what was wanted, and the sentence to end with if it does not do."""
+
+    name: str
+    found: str
+    wanted: str
+    fault: str = ""
+
+
+def environment_checks() -> list[Check]:
+    """Python, the pinned versions, and whether SGLang will load this plugin as it was written."""
+    checks = [_python(), _sglang(), _pinned("torch"), _pinned("transformers"), _selected()]
+    if not any(check.fault for check in checks):
+        checks.append(_patches())
+    return checks
+
+
+def model_checks(model_path: str, device: str, kv_cache_dtype: str, tp_size: int) -> list[Check]:
+    """The device and its kernels, the checkpoint with its tokenizer, the KV pool, the memory.
+
+    Args:
+        model_path: checkpoint directory or hub id.
+        device: ``cpu`` or ``cuda``.
+        kv_cache_dtype: as ``--kv-cache-dtype``.
+        tp_size: ranks that share the weights.
+    """
+    checks = [_guarded("device", "a CPU, or kernels for it", lambda: _device(device))]
+    checks.append(_guarded("checkpoint", "DeepSeek-V4", lambda: _checkpoint(model_path)))
+    if checks[-1].fault:
+        return checks
+    checks.append(_guarded("tokenizer", "tokenizer.json", lambda: _tokenizer(model_path)))
+    checks.append(
+        _guarded("KV cache", "nvfp4 or bfloat16", lambda: _kv_cache(model_path, kv_cache_dtype))
+    )
+    checks.append(_guarded("memory", "room", lambda: _memory(model_path, device, tp_size)))
+    return checks
+
+
+def render(checks: list[Check]) -> str:
+    """The table, one line a check, and below a failed one what to do."""
+    rows = [("", "check", "found", "wanted")]
+    rows += [("FAIL" if c.fault else "ok", c.name, c.found, c.wanted) for c in checks]
+    widths = [max(len(row[column]) for row in rows) for column in range(3)]
+    lines = [f"sglang_dsv4 {__version__} preflight"]
+    for row, check in zip(rows, [None, *checks], strict=True):
+        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
+        lines.append("  ".join([*cells, row[3]]).rstrip())
+        if check is not None and check.fault:
+            lines.append(f"      -> {check.fault}")
+    return "\n".join(lines)
+
+
+def first_fault(checks: list[Check]) -> str:
+    """The sentence of the first check that failed; empty when all passed."""
+    return next((check.fault for check in checks if check.fault), "")
+
+
+def default_device() -> str:
+    """``cuda`` where torch sees a GPU, else ``cpu``."""
+    import torch
+
+    return "cuda" if torch.cuda.is_available() else "cpu"
+
+
+def free_bytes(device: str) -> int:
+    """Memory that a rank may use now: of the device, or of a CPU's NUMA node."""
+    from sglang.srt.utils.common import get_available_gpu_memory
+
+    return int(get_available_gpu_memory(device, 0) * GIB)
+
+
+def weight_bytes(model_path: str, device: str, tp_size: int) -> int:
+    """Bytes of one rank's weights once loaded; a CPU holds 4-bit weights as bfloat16."""
+    from sglang_dsv4 import inspect
+    from sglang_dsv4.model_source import open_source
+
+    source = open_source(model_path)
+    if device != "cpu":
+        return inspect.weight_bytes(source, tp_size)[1]
+    total = 0
+    for name, info in source.checkpoint.tensors.items():
+        packed = info.dtype == "U8" and name.endswith(".weight")
+        total += info.nbytes * (4 if packed else 1)
+    return -(-total // tp_size)
+
+
+def _guarded(name: str, wanted: str, check: Callable[[], Check]) -> Check:
+    try:
+        return check()
+    except Dsv4Error as error:
+        return Check(name, "see below", wanted, one_sentence(error))
+
+
+def _python() -> Check:
+    found, wanted = ".".join(map(str, sys.version_info[:3])), ".".join(map(str, PYTHON))
+    fault = ""
+    if sys.version_info < PYTHON:
+        fault = (
+            f"sglang_dsv4 {__version__} needs Python {wanted} or newer, found {found}: make a "
+            f"virtual environment with a newer one."
+        )
+    return Check("python", found, f"{wanted} or newer", fault)
+
+
+def _sglang() -> Check:
+    def check() -> Check:
+        plugin.check_versions()
+        wanted = str(plugin.pin(plugin.DISTRIBUTION, "sglang"))
+        return Check("sglang", version("sglang"), f"{wanted} exactly")
+
+    return _guarded("sglang", "the pinned release", check)
+
+
+def _pinned(name: str) -> Check:
+    """A dependency that SGLang pins; torch is checked by ``check_versions``, others only shown."""
+
+    def check() -> Check:
+        return Check(name, version(name), f"{plugin.pin('sglang', name)} (pinned by sglang)")
+
+    return _guarded(name, "what sglang pins", check)
+
+
+def _selected() -> Check:
+    group = "sglang.srt.plugins"
+    wanted = "installed, and not left out of SGLANG_PLUGINS"
+    chosen = os.environ.get("SGLANG_PLUGINS", "")
+    names = {name.strip() for name in chosen.split(",") if name.strip()}
+    if not entry_points(group=group, name=plugin.DISTRIBUTION):
+        return Check(
+            "plugin",
+            "not installed",
+            wanted,
+            f"The plugin {plugin.DISTRIBUTION} is not among the entry points of {group}: install "
+            f"it with `pip install -e .` in its checkout.",
+        )
+    if names and plugin.DISTRIBUTION not in names:
+        return Check(
+            "plugin",
+            f"SGLANG_PLUGINS={chosen}",
+            wanted,
+            f"SGLANG_PLUGINS is {chosen!r}, which leaves {plugin.DISTRIBUTION} out: unset it or "
+            f"add {plugin.DISTRIBUTION} to it.",
+        )
+    return Check("plugin", "active", wanted)
+
+
+def _patches() -> Check:
+    with warnings.catch_warnings():
+        # SGLang warns of GPU-only quantisations when it is first imported on a CPU.
+        warnings.simplefilter("ignore")
+        from sglang_dsv4.patches.registry import all_patches, fault_of
+
+        patches = all_patches()
+        count, fault = len(patches), fault_of(patches)
+    found = "see below" if fault else f"{count} fit"
+    return Check("patches", found, f"all {count} fit sglang's code", fault)
+
+
+def _device(device: str) -> Check:
+    import torch
+
+    from sglang_dsv4.kernels.dispatch import REFERENCE, operations_for
+
+    operations = operations_for(torch.device(device))
+    kernels = "plain-torch reference" if operations is REFERENCE else "kernels of this plugin"
+    if device == "cpu":
+        found = f"cpu, {len(os.sched_getaffinity(0))} cores"
+    else:
+        major, minor = torch.cuda.get_device_capability()
+        found = f"{torch.cuda.get_device_name()}, sm_{major}{minor}"
+    return Check("device", f"{found}: {kernels}", "a CPU, or a GPU with kernels")
+
+
+def _checkpoint(model_path: str) -> Check:
+    from sglang_dsv4.model_source import checkpoint_dir, open_source
+
+    try:
+        checkpoint_dir(model_path)
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{model_path} is neither a directory nor a model that can be fetched "
+            f"({type(error).__name__}), wanted a checkpoint: correct --model-path."
+        ) from error
+    source = open_source(model_path)
+    counts = Counter(kind.value for kind in source.kinds.values())
+    matrices = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
+    size = sum(info.nbytes for info in source.checkpoint.tensors.values())
+    found = f"{source.dims.num_hidden_layers} layers, {size / GIB:.2f} GiB; matrices: {matrices}"
+    return Check("checkpoint", found, "DeepSeek-V4, every tensor known")
+
+
+def _tokenizer(model_path: str) -> Check:
+    from sglang_dsv4.model_source import open_source
+
+    config = open_source(model_path).checkpoint.path / "tokenizer_config.json"
+    fault = ""
+    if not config.is_file():
+        fault = f"{config} is missing, wanted the tokenizer's settings: copy the file there."
+    wanted = "tokenizer.json, tokenizer_config.json"
+    return Check("tokenizer", "see below" if fault else "both", wanted, fault)
+
+
+def _kv_cache(model_path: str, dtype: str) -> Check:
+    from sglang_dsv4.cache.capacity import Capacity
+    from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
+    from sglang_dsv4.model_source import open_source
+
+    wanted = " or ".join(KVFormat)
+    name = {"auto": KVFormat.NVFP4, "bf16": KVFormat.BFLOAT16}.get(dtype, dtype)
+    if name not in list(KVFormat):
+        raise UnsupportedError(
+            f"--kv-cache-dtype is {dtype}, wanted {wanted} for this model: leave the option out "
+            f"for nvfp4."
+        )
+    capacity = Capacity(open_source(model_path).dims, KVFormat(name))
+    record = RecordLayout(KVFormat(name), 64).record_bytes
+    found = f"{name}: {record} B a record, {capacity.per_token().total:.0f} B a token of context"
+    return Check("KV cache", found, wanted)
+
+
+def _memory(model_path: str, device: str, tp_size: int) -> Check:
+    weights = weight_bytes(model_path, device, tp_size)
+    reserve = CPU_POOL_BYTES + CPU_PROCESS_BYTES if device == "cpu" else 0
+    free, needed = free_bytes(device), weights + reserve
+    found = f"{free / GIB:.1f} GiB free"
+    wanted = f"{needed / GIB:.1f} GiB: weights {weights / GIB:.2f} and what a server needs beside"
+    fault = ""
+    if free < needed:
+        fault = (
+            f"The memory of {device} has {found}, wanted {needed / GIB:.1f} GiB a rank for weights "
+            f"and pools: free some, or spread the model with --tp-size."
+        )
+    return Check("memory", found, wanted, fault)
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Print the table; 0, or 2 with the first fault's sentence on stderr."""
+    parser = argparse.ArgumentParser(prog="sglang_dsv4.preflight", description=__doc__)
+    parser.add_argument("model_dir", help="checkpoint directory")
+    parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
+    parser.add_argument("--kv-cache-dtype", default="nvfp4", help="as of the server")
+    parser.add_argument("--tp-size", type=int, default=1, help="ranks that share the weights")
+    args = parser.parse_args(argv)
+    checks = environment_checks()
+    if not first_fault(checks):
+        device = args.device or default_device()
+        checks += model_checks(args.model_dir, device, args.kv_cache_dtype, args.tp_size)
+    print(render(checks), flush=True)
+    fault = first_fault(checks)
+    if fault:
+        print(fault, file=sys.stderr)
+    return EXIT_STATUS if fault else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Indexer scores against transformers; top-k against a sort, with ties and hostile lengths."""
+
+import math
+
+import cases
+import pytest
+import torch
+from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
+    DeepseekV4Indexer,
+    DeepseekV4IndexerScorer,
+    DeepseekV4RotaryEmbedding,
+    apply_rotary_pos_emb,
+)
+
+from sglang_dsv4.cache.kv_layout import IndexerLayout, KVFormat
+from sglang_dsv4.kernels.reference import indexer
+from sglang_dsv4.kernels.reference.hadamard import hadamard_transform
+from sglang_dsv4.kernels.reference.indexer import (
+    indexer_logits,
+    indexer_query,
+    indexer_topk,
+    select_topk,
+)
+from sglang_dsv4.kernels.reference.indexer_key import (
+    read_indexer_keys,
+    round_fp4_ue8m0,
+    write_indexer_keys,
+)
+from sglang_dsv4.kernels.reference.rope import YarnParams, build_rope_table
+
+LAYOUT = IndexerLayout(KVFormat.NVFP4, 64)
+TABLE = build_rope_table(4096, 160000.0, yarn=YarnParams(16, 65536))
+
+
+def expected_topk(logits, visible, topk):
+    """By a stable sort of python pairs: descending score, then ascending index."""
+    rows = []
+    for scores, seen in zip(logits.tolist(), visible.tolist(), strict=True):
+        ranked = sorted(
+            (-math.inf if math.isnan(s) else s, -i) for i, s in enumerate(scores) if seen[i]
+        )
+        chosen = sorted(-i for _, i in ranked[::-1][:topk])
+        rows.append(chosen + [-1] * (topk - len(chosen)))
+    return torch.tensor(rows)
+
+
+def test_logits_are_transformers_scores():
+    scorer = cases.randomise(DeepseekV4IndexerScorer(cases.hf_config()))
+    q, keys, hidden = torch.randn(6, 4, 128), torch.randn(9, 128), torch.randn(6, 32)
+    with torch.no_grad():
+        expected = scorer(q[None], keys[None], hidden[None])[0]
+        weights = scorer.weights_proj(hidden) * 128**-0.5 * 4**-0.5
+    # 128 products and 4 heads in float32, scores of order 1.
+    actual = indexer_logits(hadamard_transform(q), weights, hadamard_transform(keys))
+    torch.testing.assert_close(actual, expected, rtol=1e-5, atol=1e-5)
+    own = indexer_logits(q, weights, keys.expand(6, 9, 128))
+    torch.testing.assert_close(own, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_bf16_queries_lose_nothing_over_fp4_keys():
+    q, keys = round_fp4_ue8m0(torch.randn(80, 64, 128)), round_fp4_ue8m0(torch.randn(70, 128))
+    weights = torch.randn(80, 64)
+    assert torch.equal(q.bfloat16().float(), q)
+    exact = torch.einsum("th,thl->tl", weights.double(), (q.double() @ keys.double().mT).relu())
+    actual = indexer_logits(q.bfloat16(), weights, keys)
+    # Exact products; 64 head sums of terms up to 40 in float32. A bf16 result would be off by 0.1.
+    torch.testing.assert_close(actual.double(), exact, rtol=0, atol=2e-3)
+
+
+@pytest.mark.parametrize("kv_format", list(KVFormat))
+def test_query_is_rotated_transformed_and_rounded(kv_format):
+    q, positions = torch.randn(5, 4, 128), torch.randint(0, 4096, (5,))
+    rotary = DeepseekV4RotaryEmbedding(cases.hf_config())
+    cos, sin = rotary(q, positions[None], layer_type="compress")
+    rotated = apply_rotary_pos_emb(q.transpose(0, 1)[None], cos, sin)[0].transpose(0, 1)
+    actual = indexer_query(q, positions, TABLE, IndexerLayout(kv_format, 64))
+    expected = hadamard_transform(rotated)
+    # FP4 keeps half a step: at most 1 / 6 of a scale below 12 / 6 amax; else float32 rounding.
+    limit = expected.abs().amax() / 3 if kv_format is KVFormat.NVFP4 else 1e-5
+    assert (actual - expected).abs().amax() <= limit
+    half = indexer_query(q.bfloat16(), positions, TABLE, IndexerLayout(kv_format, 64))
+    assert half.dtype is torch.bfloat16
+
+
+def test_whole_indexer_selects_what_transformers_selects():
+    module = cases.randomise(DeepseekV4Indexer(cases.hf_config()))
+    length = 90
+    hidden, residual = torch.randn(1, length, 32), torch.randn(1, length, 16)
+    positions = torch.arange(length)[None]
+    seen = {}
+    module.scorer.register_forward_hook(
+        lambda m, args, out: seen.update(q=args[0], k=args[1], scores=out[0])
+    )
+    with torch.no_grad():
+        expected = module(hidden, residual, positions, None, 0)[0]
+        weights = module.scorer.weights_proj(hidden)[0] * 128**-0.5 * 4**-0.5
+    visible = (torch.arange(length) + 1) // 4
+    logits = indexer_logits(seen["q"][0], weights, seen["k"][0])
+    mask = torch.arange(logits.shape[1]) < visible[:, None]
+    actual = select_topk(logits, mask, 8)
+
+    def scores(chosen):
+        picked = seen["scores"].gather(1, chosen.clamp(min=0))
+        return picked.masked_fill(chosen < 0, -math.inf).sort().values
+
+    # By score and not by index: heads that all clip to zero tie, and transformers' choice among
+    # ties is arbitrary. Scores agree to float32 sums of 128 products.
+    torch.testing.assert_close(scores(actual), scores(expected), rtol=1e-5, atol=1e-5)
+
+
+def test_select_ties_nan_and_infinities():
+    logits = torch.randint(-3, 3, (200, 37)).float()
+    logits[3], logits[4, ::2], logits[5, ::3] = 1.0, math.nan, -math.inf
+    logits[6, 1], logits[7] = math.inf, math.nan
+    visible = torch.arange(37) < torch.randint(0, 38, (200, 1))
+    visible[3:8] = True
+    visible[8], visible[9] = False, torch.arange(37) % 2 == 0
+    for topk in (1, 8, 36, 37, 50):
+        assert torch.equal(select_topk(logits, visible, topk), expected_topk(logits, visible, topk))
+
+
+def batch(lengths, entries, tokens_each):
+    """Requests of `lengths` entries scattered over a pool, `tokens_each` tokens in each."""
+    num_requests, longest = len(lengths), max(*lengths, 1)
+    pool = cases.garbage_pool(LAYOUT, num_pages=-(-entries // 64))
+    order = torch.randperm(entries)
+    key_slots = torch.full((num_requests, longest), -1)
+    for row, length in enumerate(lengths):
+        key_slots[row, :length] = order[sum(lengths[:row]) :][:length]
+    used = key_slots[key_slots >= 0]
+    write_indexer_keys(torch.randn(len(used), 128), used, pool, LAYOUT)
+    row_of_token = torch.arange(num_requests).repeat_interleave(torch.tensor(tokens_each))
+    visible = (torch.rand(len(row_of_token)) * (torch.tensor(lengths)[row_of_token] + 1)).long()
+    q = round_fp4_ue8m0(torch.randn(len(row_of_token), 4, 128)).bfloat16()
+    return q, torch.randn(len(q), 4), pool, LAYOUT, key_slots, row_of_token, visible
+
+
+def brute_force(q, weights, pool, layout, key_slots, row_of_token, visible, topk):
+    logits, masks = [], []
+    for token in range(len(q)):
+        slots = key_slots[row_of_token[token]]
+        keys = read_indexer_keys(pool, slots, layout)
+        scores = (keys.double() @ q[token].double().mT).relu() @ weights[token].double()
+        logits.append(scores)
+        masks.append((torch.arange(len(slots)) < visible[token]) & (slots >= 0))
+    return expected_topk(torch.stack(logits), torch.stack(masks), topk)
+
+
+@pytest.mark.parametrize(
+    ("lengths", "tokens_each"),
+    [
+        ([100], [60]),
+        ([0, 1, 7, 8, 9, 100], [1, 1, 1, 1, 1, 1]),
+        ([90, 0, 30, 8], [40, 2, 5, 1]),
+        ([5, 6], [9, 1]),
+    ],
+)
+@pytest.mark.parametrize("max_scores", [1 << 24, 1 << 11])
+def test_topk_of_batches(lengths, tokens_each, max_scores, monkeypatch):
+    monkeypatch.setattr(indexer, "MAX_SCORES", max_scores)
+    args = batch(lengths, 300, tokens_each)
+    shuffle = torch.randperm(len(args[0]))
+    q, weights, pool, layout, key_slots, row_of_token, visible = args
+    args = (
+        cases.strided(q[shuffle]),
+        weights[shuffle],
+        pool,
+        layout,
+        key_slots,
+        row_of_token[shuffle],
+        visible[shuffle],
+    )
+    assert torch.equal(indexer_topk(*args, topk=8), brute_force(*args, topk=8))
+
+
+def test_unused_slots_inside_the_visible_range_are_never_chosen():
+    args = batch([50, 50], 128, [6, 1])
+    args[4][:, 10:30] = -1
+    args[6][:] = 50
+    chosen = indexer_topk(*args, topk=16)
+    assert torch.equal(chosen, brute_force(*args, topk=16))
+    assert not ((chosen >= 10) & (chosen < 30)).any()
+
+
+def test_no_tokens_and_no_entries():
+    args = batch([0, 0], 64, [5, 1])
+    assert torch.equal(indexer_topk(*args, topk=4), torch.full((6, 4), -1))
+    q, weights, pool, layout, key_slots, rows, visible = args
+    none = indexer_topk(q[:0], weights[:0], pool, layout, key_slots, rows[:0], visible[:0], 4)
+    assert none.shape == (0, 4)
+
+
+def test_visible_beyond_the_list_is_clamped():
+    args = batch([20], 64, [5])
+    args[6][:] = 1000
+    assert torch.equal(indexer_topk(*args, topk=4), brute_force(*args, topk=4))
