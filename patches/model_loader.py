@@ -21,9 +21,7 @@ def around_get_model_architecture(original: Callable, model_config: Any) -> tupl
     return DeepseekV4ForCausalLM, ARCHITECTURE
 
 
-def around_get_quantization_config(
-    original: Callable, model_config: Any, load_config: Any
-) -> Any:
+def around_get_quantization_config(original: Callable, model_config: Any, load_config: Any) -> Any:
     """None for what we serve: the model reads the quantisation of each module from its tensors."""
     if serves(model_config.hf_config):
         return None

@@ -20,7 +20,9 @@ class Dsv4PoolConfigurator(DSV4PoolConfigurator):
 
     def _get_paged_kv_bytes_per_token(self, compress_ratio: int = 0) -> float:
         page = self.page_size // compress_ratio if compress_ratio else WINDOW_PAGE
-        return RecordLayout(self._format, min(page, WINDOW_PAGE)).page_bytes / min(page, WINDOW_PAGE)
+        return RecordLayout(self._format, min(page, WINDOW_PAGE)).page_bytes / min(
+            page, WINDOW_PAGE
+        )
 
     def _compressed_bytes_per_full_token(self, ratio: int) -> float:
         record = self._get_paged_kv_bytes_per_token(ratio) / ratio

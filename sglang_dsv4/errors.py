@@ -1,4 +1,4 @@
-"""Errors whose message is one sentence for the user: what was found, what was wanted, what to do."""
+"""Errors whose message is one sentence for the user: what was found, wanted, and what to do."""
 
 
 class Dsv4Error(Exception):

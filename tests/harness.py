@@ -11,6 +11,7 @@ groups in module globals: ``close()`` one (or use it as a context manager) befor
 """
 
 import itertools
+import os
 from array import array
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -67,6 +68,8 @@ class Runner:
         max_running_requests: request rows.
         context_length: longest sequence.
         dtype: activations and unquantised weights, "bfloat16" or "float32".
+        threads: OpenMP threads. SGLang would pin one to each core of the NUMA node, where those of
+            parallel test workers spin against each other.
         server_args: further fields of ServerArgs.
     """
 
@@ -78,6 +81,7 @@ class Runner:
         max_running_requests: int = 8,
         context_length: int = 8192,
         dtype: str = "bfloat16",
+        threads: int = 1,
         **server_args: Any,
     ) -> None:
         from sglang.srt.plugins import load_plugins
@@ -111,9 +115,12 @@ class Runner:
 
         port = PortArgs.init_new(args).nccl_port
         self.model_config = ModelConfig.from_server_args(args)
+        cores = os.sched_getaffinity(0)
         bootstrap.init_parallel_runtime(
             server_args=args, device=get_device().device, dist_port=port
         )
+        os.sched_setaffinity(0, cores)
+        torch.set_num_threads(threads)
         bootstrap.init_layer_runtime(model_config=self.model_config)
         initialize_moe_config()
         self.worker = TpModelWorker(server_args=args, gpu_id=0, nccl_port=port)

@@ -8,7 +8,17 @@ import pytest
 import torch
 
 QUESTIONS = oracle.question_prompts()
+WITH_LOGITS = [prompt for prompt in QUESTIONS if "top8_fp32" in prompt["nvfp4_weights"]]
 EOS = 1
+
+
+@pytest.fixture(autouse=True)
+def one_thread():
+    """Spinning OpenMP threads of parallel test workers would wait for each other's cores."""
+    threads = torch.get_num_threads()
+    torch.set_num_threads(1)
+    yield
+    torch.set_num_threads(threads)
 
 
 def test_e4m3_table_equals_torch():
@@ -37,18 +47,18 @@ def test_mean_kl_of_two_coins():
     assert oracle.mean_kl(p, q) == pytest.approx(wanted, rel=1e-6)
 
 
-@pytest.mark.parametrize("prompt", QUESTIONS[:6], ids=lambda prompt: prompt["name"])
+@pytest.mark.parametrize("prompt", WITH_LOGITS, ids=lambda prompt: prompt["name"])
 def test_top8_logits(prompt):
-    """Both sides are FP32 sums in different orders: 1e-3 is 400 times the 2.5e-6 of one ulp at 20,
-    and a tenth of what leaving the weights unrounded would move them."""
+    """Both sides are FP32 sums in different orders: 1e-3 is 500 ulps (1.9e-6 at 16..32), and a
+    tenth of what leaving the dequantised weights unrounded would move them."""
     reference = prompt["nvfp4_weights"]
     sequence = prompt["prompt_ids"] + reference["fp32_ids"][:-1]
     logits = oracle.oracle_logits(sequence)[prompt["prompt_len"] - 1 :]
     assert len(logits) == len(reference["top8_fp32"])
     for row, top8 in zip(logits, reference["top8_fp32"], strict=True):
-        found = row.topk(8)
-        torch.testing.assert_close(found.values, torch.tensor(top8["values"]), rtol=0, atol=1e-3)
-        torch.testing.assert_close(row[top8["ids"]], found.values, rtol=0, atol=1e-3)
+        wanted = torch.tensor(top8["values"])
+        torch.testing.assert_close(row[top8["ids"]], wanted, rtol=0, atol=1e-3)
+        torch.testing.assert_close(row.topk(8).values, wanted, rtol=0, atol=1e-3)
 
 
 @pytest.mark.parametrize(

@@ -108,36 +108,50 @@ A_B = """
 import os, pkgutil
 os.environ["SGLANG_PLUGINS"] = "another"
 from sglang.srt import plugins
+from sglang.srt.arg_groups import model_override_base, resolution_hooks
 from sglang.srt.arg_groups.choices import ATTENTION_BACKEND_CHOICES
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
-from sglang.srt.arg_groups.model_override_base import _MODEL_OVERRIDE_FNS
-from sglang.srt.arg_groups.resolution_hooks import _RESOLUTION_HOOKS
+from sglang.srt.models.registry import ModelRegistry
 from sglang.srt.plugins.hook_registry import HookRegistry
 from sglang_dsv4.patches.registry import all_patches
 
 targets = [patch.target for patch in all_patches()]
-def state():
-    found = [pkgutil.resolve_name(target) for target in targets]
-    ours = ["dsv4_nvfp4" in ATTENTION_BACKEND_CHOICES, "dsv4_nvfp4" in ATTENTION_BACKENDS]
-    return [*found, *ours, ModelRegistry.models.get("DeepseekV4ForCausalLM")]
+def functions():
+    return [pkgutil.resolve_name(target) for target in targets]
+def tables():
+    return {
+        "choices": list(ATTENTION_BACKEND_CHOICES),
+        "backends": dict(ATTENTION_BACKENDS),
+        "overrides": {k: list(v) for k, v in model_override_base._MODEL_OVERRIDE_FNS.items()},
+        "steps": {k: list(v) for k, v in resolution_hooks._HOOKS.items()},
+    }
+def same(a, b):
+    return [x is y for x, y in zip(a, b, strict=True)]
 
-stock = state()
+stock, stock_tables, models = functions(), tables(), dict(ModelRegistry.models)
 plugins.load_plugins()
-assert all(a is b for a, b in zip(stock, state(), strict=True)), "touched while switched off"
+assert all(same(stock, functions())), "hooked while switched off"
+assert tables() == stock_tables, "registered while switched off"
 
 os.environ["SGLANG_PLUGINS"] = "sglang_dsv4"
 plugins._plugins_loaded = False
 plugins.load_plugins()
-from sglang_dsv4 import plugin
-changed = [a is not b for a, b in zip(stock, state(), strict=True)]
-assert all(changed), dict(zip([*targets, "choice", "backend", "model"], changed))
+unhooked = [t for t, equal in zip(targets, same(stock, functions()), strict=True) if equal]
+assert not unhooked, unhooked
+assert all(tables()[name] != stock_tables[name] for name in stock_tables)
+assert ATTENTION_BACKEND_CHOICES[:-1] == stock_tables["choices"]
+backends = {k: v for k, v in ATTENTION_BACKENDS.items() if k != "dsv4_nvfp4"}
+assert backends == stock_tables["backends"]
+changed = {k for k, v in tables()["overrides"].items() if v != stock_tables["overrides"].get(k)}
+assert changed == {"DeepseekV4ForCausalLM"}, changed
+assert dict(ModelRegistry.models) == models
 
-once = state()
+once, once_tables = functions(), tables()
+from sglang_dsv4 import plugin
 plugin.register()
 HookRegistry.apply_hooks()
-assert all(a is b for a, b in zip(once, state(), strict=True)), "registered twice"
+assert all(same(once, functions())) and tables() == once_tables, "registered twice"
 assert all(len(HookRegistry._hooks[target]) == 1 for target in targets)
-assert ATTENTION_BACKEND_CHOICES.count("dsv4_nvfp4") == 1
 print("done")
 """
 

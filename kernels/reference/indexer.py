@@ -19,8 +19,10 @@ from .indexer_key import read_indexer_keys, round_fp4_ue8m0
 from .matmul import bf16_operands
 from .rope import apply_rope_tail
 
-# Scores of one chunk before the sum over heads: 64 MB of float32.
-MAX_SCORES = 1 << 24
+# Scores of one chunk before the sum over heads: 8 MB of float32. Short chunks stay in the cache and
+# skip more of the causal triangle: 41 ms against 113 ms with 64 MB, for 2048 tokens of 8 heads on
+# one AMX core.
+MAX_SCORES = 1 << 21
 # From this many tokens on, a request's keys are read once for all of them.
 SHARED_TOKENS = 4
 
@@ -67,9 +69,9 @@ def select_topk(logits: Tensor, visible: Tensor, topk: int) -> Tensor:
         above = ranked > kth
         equal = (ranked == kth) & visible
         room = topk - above.sum(dim=-1, keepdim=True)
-        chosen = above | (equal & (equal.cumsum(dim=-1) <= room))
+        chosen = above | (equal & (equal.cumsum(dim=-1, dtype=torch.int32) <= room))
     rows, columns = chosen.nonzero(as_tuple=True)
-    place = chosen.cumsum(dim=-1)[rows, columns] - 1
+    place = chosen.cumsum(dim=-1, dtype=torch.int32)[rows, columns] - 1
     indices = columns.new_full((num_tokens, topk), -1)
     indices[rows, place] = columns
     return indices

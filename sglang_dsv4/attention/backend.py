@@ -15,8 +15,10 @@ from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
 from sglang_dsv4.attention.metadata import AttentionMetadata, BatchRows, build_metadata
+from sglang_dsv4.cache.kv_layout import IndexerLayout, RecordLayout
 from sglang_dsv4.cache.pool import Dsv4TokenToKVPool, kv_format_of
 from sglang_dsv4.kernels.dispatch import operations_for
+from sglang_dsv4.kernels.reference.compress import CompressPlan
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
@@ -81,21 +83,10 @@ class Dsv4AttentionBackend(AttentionBackend):
         rope_table: torch.Tensor,
     ) -> None:
         """Write the compressed records of the windows that close; kv, gate are [T, coff * 512]."""
-        meta = self.forward_metadata
-        pool, layout = self.token_to_kv_pool.compressed_records(layer_id)
-        self.ops.compress_store(
-            kv,
-            gate,
-            position_bias,
-            meta.positions,
-            self.token_to_kv_pool.compressor_state(layer_id),
-            meta.plan_c4 if ratio == 4 else meta.plan_c128,
-            norm_weight,
-            eps,
-            rope_table,
-            pool,
-            layout,
-        )
+        meta, pools = self.forward_metadata, self.token_to_kv_pool
+        plan = meta.plan_c4 if ratio == 4 else meta.plan_c128
+        state, records = pools.compressor_state(layer_id), pools.compressed_records(layer_id)
+        self._compress(plan, state, records, kv, gate, position_bias, norm_weight, eps, rope_table)
 
     def compress_indexer_keys(
         self,
@@ -108,15 +99,32 @@ class Dsv4AttentionBackend(AttentionBackend):
         rope_table: torch.Tensor,
     ) -> None:
         """Write the indexer keys of the windows that close; kv, gate are [T, 256]."""
-        meta = self.forward_metadata
-        pool, layout = self.token_to_kv_pool.indexer_keys(layer_id)
+        meta, pools = self.forward_metadata, self.token_to_kv_pool
+        state, keys = pools.indexer_state(layer_id), pools.indexer_keys(layer_id)
+        self._compress(
+            meta.plan_c4, state, keys, kv, gate, position_bias, norm_weight, eps, rope_table
+        )
+
+    def _compress(
+        self,
+        plan: CompressPlan,
+        state: torch.Tensor,
+        entries: tuple[torch.Tensor, RecordLayout | IndexerLayout],
+        kv: torch.Tensor,
+        gate: torch.Tensor,
+        position_bias: torch.Tensor,
+        norm_weight: torch.Tensor,
+        eps: float,
+        rope_table: torch.Tensor,
+    ) -> None:
+        pool, layout = entries
         self.ops.compress_store(
             kv,
             gate,
             position_bias,
-            meta.positions,
-            self.token_to_kv_pool.indexer_state(layer_id),
-            meta.plan_c4,
+            self.forward_metadata.positions,
+            state,
+            plan,
             norm_weight,
             eps,
             rope_table,
@@ -198,7 +206,9 @@ def batch_rows(forward_batch: "ForwardBatch") -> BatchRows:
         positions=positions,
         out_cache_loc=forward_batch.out_cache_loc.long(),
         row_of_token=row_of_token,
-        max_seq_len=int((seq_lens if host_lens is None else host_lens).max()) if len(seq_lens) else 0,
+        max_seq_len=int((seq_lens if host_lens is None else host_lens).max())
+        if len(seq_lens)
+        else 0,
     )
 
 

@@ -1,8 +1,8 @@
 """The slot lists that one forward pass works on: what to write where, and what to read.
 
-Everything is derived once a forward pass, for all layers, from SGLang's batch: the request-to-token
+Everything is derived once a forward pass, for all layers, from SGLang's batch. The request-to-token
 table gives the full-pool slot of each position, the allocator's mapping gives its window slot, and
-``slot // ratio`` gives its compressed entry, since pages of 256 tokens are contiguous in every pool.
+``slot // ratio`` its compressed entry, since pages of 256 tokens are contiguous in every pool.
 """
 
 from dataclasses import dataclass
@@ -187,7 +187,7 @@ def _plan(
     state: _WindowState | _RequestState,
     kept: torch.Tensor,
 ) -> CompressPlan:
-    """The windows of ``ratio`` tokens that close in this pass, each made of ``width`` candidates."""
+    """The windows of ``ratio`` tokens that close in this pass, of ``width`` candidates each."""
     tokens = len(batch.positions)
     closing = torch.nonzero(batch.positions % ratio == ratio - 1).flatten()
     back = torch.arange(width - 1, -1, -1, device=closing.device)

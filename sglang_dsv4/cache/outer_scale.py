@@ -20,7 +20,9 @@ _MARGIN = 8.0
 """A group whose latents are this much smaller than usual still has a normal block scale."""
 
 
-def outer_scale(norm_weights: list[torch.Tensor], kv_format: KVFormat, nope_dim: int = 448) -> float:
+def outer_scale(
+    norm_weights: list[torch.Tensor], kv_format: KVFormat, nope_dim: int = 448
+) -> float:
     """The factor s of a layer, 1.0 whenever the plain records lose nothing.
 
     Args:

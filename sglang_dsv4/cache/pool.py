@@ -6,7 +6,9 @@ differs here (``kv_layout``); slots, page counts and states are SGLang's.
 """
 
 import logging
+from collections.abc import Iterable
 from contextlib import nullcontext
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -41,6 +43,29 @@ def kv_format_of(dtype: torch.dtype) -> KVFormat:
     return formats[dtype]
 
 
+@dataclass(frozen=True)
+class PoolUsage:
+    """One kind of buffer over all layers.
+
+    Attributes:
+        name: window, c4, c128, indexer or state.
+        rows: slots of each layer (state: rows of all layers), reserved ones not counted.
+        ratio: tokens of context a row stands for; 0 where rows do not grow with the context.
+        nbytes: real size of the buffers.
+    """
+
+    name: str
+    rows: int
+    ratio: int
+    nbytes: int
+
+    def line(self, tokens: int) -> str:
+        """One line for the log, for ``tokens`` tokens of context."""
+        held = f", {self.rows * self.ratio} tokens" if self.ratio else ""
+        rate = self.nbytes / tokens
+        return f"{self.name}: {self.rows} rows{held}, {self.nbytes} bytes, {rate:.1f} bytes a token"
+
+
 class RecordPool(DeepSeekV4SingleKVPool):
     """Pages of 512-wide latents, uint8 [pages, page bytes] a layer, laid out by ``layout``."""
 
@@ -58,9 +83,7 @@ class RecordPool(DeepSeekV4SingleKVPool):
         """Zeroed pages of one layer: uint8 [num_pages, page bytes]."""
         self.kv_cache_total_dim = self.layout.record_bytes
         self.bytes_per_page_padded = self.layout.page_bytes
-        return torch.zeros(
-            num_pages, self.layout.page_bytes, dtype=torch.uint8, device=self.device
-        )
+        return torch.zeros(num_pages, self.layout.page_bytes, dtype=torch.uint8, device=self.device)
 
     def get_key_buffer(self, layer_id: int) -> torch.Tensor:
         """Pages of one layer of this pool."""
@@ -156,49 +179,35 @@ class Dsv4TokenToKVPool(DeepSeekV4TokenToKVPool):
         """State of a layer's indexer compressor: float32 [rows, 2 * 2 * 128]."""
         return self.get_indexer_compress_states(layer_id).kv_score_buffer.kv_score
 
-    def byte_sizes(self) -> dict[str, int]:
-        """Real bytes of each kind of buffer, over all layers."""
-        kv = self.kv_pools
+    def usage(self) -> list[PoolUsage]:
+        """What each kind of buffer holds, from the buffers' real sizes, over all layers."""
+        sizes = self.compressed_pool_configs
+        usage = [PoolUsage("window", self.swa_size, 1, _nbytes(self.swa_kv_pool.kv_buffer))]
+        for ratio, pool in self.kv_pools.items():
+            usage.append(
+                PoolUsage(f"c{ratio}", sizes[ratio].kv_size, ratio, _nbytes(pool.kv_buffer))
+            )
+        for ratio, pool in self.index_pools.items():
+            keys = _nbytes(pool.index_k_with_scale_buffer)
+            usage.append(PoolUsage("indexer", sizes[ratio].kv_size, ratio, keys))
         states = [*self.compress_state_pools, *self.indexer_compress_state_pools]
-        return {
-            "window": sum(buffer.nbytes for buffer in self.swa_kv_pool.kv_buffer),
-            **{
-                f"c{ratio}": sum(buffer.nbytes for buffer in pool.kv_buffer)
-                for ratio, pool in kv.items()
-            },
-            "indexer": sum(
-                buffer.nbytes
-                for pool in self.index_pools.values()
-                for buffer in pool.index_k_with_scale_buffer
-            ),
-            "state": sum(s.kv_score_buffer.kv_score.nbytes for s in states if s is not None),
-        }
+        buffers = [s.kv_score_buffer.kv_score for s in states if s is not None]
+        return [*usage, PoolUsage("state", sum(len(b) for b in buffers), 0, _nbytes(buffers))]
 
     def log_capacity(self, tokens: int) -> None:
-        """Log what the pools hold: real bytes, bytes a token of context, tokens of context.
-
-        Args:
-            tokens: tokens of context that the full-attention allocator hands out.
-        """
-        sizes = self.byte_sizes()
-        slots = {
-            "window": self.swa_size,
-            **{f"c{ratio}": config.kv_size for ratio, config in self.compressed_pool_configs.items()},
-            "indexer": self.compressed_pool_configs[4].kv_size if 4 in self.kv_pools else 0,
-        }
-        for name, size in sizes.items():
-            held = f", {slots[name]} slots" if name in slots else ""
-            logger.info(
-                "KV pool %s: %.2f MB%s, %.1f bytes a token of context",
-                name,
-                size / 1e6,
-                held,
-                size / tokens,
-            )
+        """Log each pool's capacity and bytes for ``tokens`` tokens of context."""
+        usage = self.usage()
+        for pool in usage:
+            logger.info("KV pool %s", pool.line(tokens))
+        total = sum(pool.nbytes for pool in usage)
         logger.info(
-            "KV pools (%s): %.2f MB for %d tokens of context, %.1f bytes a token",
+            "KV pools (%s): %d tokens of context, %d bytes, %.1f bytes a token",
             kv_format_of(self.dtype).value,
-            sum(sizes.values()) / 1e6,
             tokens,
-            sum(sizes.values()) / tokens,
+            total,
+            total / tokens,
         )
+
+
+def _nbytes(buffers: Iterable[torch.Tensor]) -> int:
+    return sum(buffer.nbytes for buffer in buffers)

@@ -106,14 +106,15 @@ def _require(
     shapes: Iterable[tuple[int, ...]],
 ) -> None:
     info = parts.get(suffix)
+    if info is not None and info.dtype in dtypes and info.shape in shapes:
+        return
     wanted = f"{' or '.join(dtypes)} {' or '.join(str(list(shape)) for shape in shapes)}"
     if info is None:
         raise CheckpointError(
             f"{module}.{suffix} is missing though {parts['weight'].key} is packed "
             f"({parts['weight'].dtype}), {wanted} was wanted; export the checkpoint again."
         )
-    if info.dtype not in dtypes or info.shape not in shapes:
-        raise CheckpointError(
-            f"{info.key} is {info.dtype} {list(info.shape)}, {wanted} was wanted; export the "
-            "checkpoint again."
-        )
+    raise CheckpointError(
+        f"{info.key} is {info.dtype} {list(info.shape)}, {wanted} was wanted; export the "
+        "checkpoint again."
+    )

@@ -31,9 +31,7 @@ class DenseMoEMethod(FusedMoEMethodBase):
             ("w13_weight", (num_experts, 2 * inner, hidden_size)),
             ("w2_weight", (num_experts, hidden_size, inner)),
         ):
-            weight = torch.nn.Parameter(
-                torch.empty(shape, dtype=params_dtype), requires_grad=False
-            )
+            weight = torch.nn.Parameter(torch.empty(shape, dtype=params_dtype), requires_grad=False)
             layer.register_parameter(name, weight)
             set_weight_attrs(weight, {"weight_loader": extra_weight_attrs["weight_loader"]})
 
@@ -41,7 +39,7 @@ class DenseMoEMethod(FusedMoEMethodBase):
         """No runner: ``apply`` computes directly."""
         self.moe_runner_config = moe_runner_config
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Check the device.
 
         Raises:
@@ -53,9 +51,7 @@ class DenseMoEMethod(FusedMoEMethodBase):
                 f"pass --device cpu."
             )
 
-    def apply(
-        self, layer: torch.nn.Module, dispatch_output: "DispatchOutput"
-    ) -> "CombineInput":
+    def apply(self, layer: Any, dispatch_output: "DispatchOutput") -> "CombineInput":
         """Sum of the chosen experts, weighted before the down projection: [T, D]."""
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 

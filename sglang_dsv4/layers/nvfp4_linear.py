@@ -4,6 +4,9 @@ w = e2m1(nibble) * weight_scale * weight_scale_2 (ModelOpt export: weight uint8 
 the even column in the low nibble, weight_scale e4m3 [out, in / 16], weight_scale_2 float32).
 """
 
+from functools import cache
+from typing import Any
+
 import torch
 import torch.nn.functional as F
 from sglang.srt.layers.quantization.modelopt_quant import (
@@ -15,20 +18,23 @@ from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 
 
+@cache
+def _modelopt_config() -> ModelOptFp4Config:
+    return ModelOptFp4Config(
+        is_checkpoint_nvfp4_serialized=True,
+        group_size=16,
+        exclude_modules=[],
+        packed_modules_mapping={},
+    )
+
+
 class Nvfp4LinearMethod(ModelOptFp4LinearMethod):
     """Parameters as SGLang's ModelOpt method makes them; on a CPU dequantised once, at load."""
 
     def __init__(self) -> None:
-        super().__init__(
-            ModelOptFp4Config(
-                is_checkpoint_nvfp4_serialized=True,
-                group_size=16,
-                exclude_modules=[],
-                packed_modules_mapping={},
-            )
-        )
+        super().__init__(_modelopt_config())
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the packed weight by its bfloat16 value: [out, in].
 
         The parts of a fused module share one ``weight_scale_2`` by now (``checkpoint.quant``).
@@ -49,8 +55,6 @@ class Nvfp4LinearMethod(ModelOptFp4LinearMethod):
             delattr(layer, name)
         layer.weight = torch.nn.Parameter(weight, requires_grad=False)
 
-    def apply(
-        self, layer: torch.nn.Module, x: torch.Tensor, bias: torch.Tensor | None = None
-    ) -> torch.Tensor:
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] -> [T, out]."""
         return F.linear(x, layer.weight, bias)

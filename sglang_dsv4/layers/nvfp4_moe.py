@@ -18,7 +18,7 @@ class Nvfp4MoEMethod(DenseMoEMethod):
 
     def create_weights(
         self,
-        layer: torch.nn.Module,
+        layer: Any,
         num_experts: int,
         hidden_size: int,
         intermediate_size_per_partition: int,
@@ -43,7 +43,7 @@ class Nvfp4MoEMethod(DenseMoEMethod):
             layer.register_parameter(name, parameter)
             set_weight_attrs(parameter, {"weight_loader": loader, **attrs})
 
-    def process_weights_after_loading(self, layer: torch.nn.Module) -> None:
+    def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the packed experts by bfloat16 ones, an expert at a time.
 
         Raises:
@@ -54,9 +54,7 @@ class Nvfp4MoEMethod(DenseMoEMethod):
             packed = getattr(layer, f"{name}_weight").data
             scale = getattr(layer, f"{name}_weight_scale").data
             outer = getattr(layer, f"{name}_weight_scale_2").data.view(len(packed), -1)
-            dense = torch.empty(
-                (*packed.shape[:2], packed.shape[2] * 2), dtype=layer.params_dtype
-            )
+            dense = torch.empty((*packed.shape[:2], packed.shape[2] * 2), dtype=layer.params_dtype)
             for expert in range(len(packed)):
                 halves = zip(
                     packed[expert].chunk(outer.shape[1]),

@@ -1,6 +1,7 @@
 """Attention of one layer (paper section 2.3): window, compressed entries, one softmax, one sink."""
 
 import torch
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ColumnParallelLinear, ReplicatedLinear, RowParallelLinear
 from sglang.srt.runtime_context import get_parallel
 from torch import nn
@@ -10,7 +11,6 @@ from sglang_dsv4.cache.kv_layout import KVFormat
 from sglang_dsv4.cache.outer_scale import outer_scale
 from sglang_dsv4.config import LayerKind, ModelDims
 from sglang_dsv4.layers.grouped_linear import GroupedLinear
-from sglang.srt.layers.layernorm import RMSNorm
 from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
 from sglang_dsv4.models.compressor import Compressor, Indexer
 
@@ -23,9 +23,7 @@ class Attention(nn.Module):
     everything that feeds the shared KV is on every rank.
     """
 
-    def __init__(
-        self, dims: ModelDims, layer_id: int, quant: Dsv4QuantConfig, prefix: str
-    ) -> None:
+    def __init__(self, dims: ModelDims, layer_id: int, quant: Dsv4QuantConfig, prefix: str) -> None:
         super().__init__()
         self.dims, self.layer_id = dims, layer_id
         self.kind = dims.layer_kinds[layer_id]
@@ -61,8 +59,8 @@ class Attention(nn.Module):
         if self.kind is not LayerKind.SWA:
             name = f"{prefix}.compressor"
             self.compressor = Compressor(dims, dims.head_dim, self.kind.ratio, quant, name)
-        if self.kind is LayerKind.CSA:
-            self.compressor.indexer = Indexer(dims, quant, f"{prefix}.compressor.indexer")
+            if self.kind is LayerKind.CSA:
+                self.compressor.indexer = Indexer(dims, quant, f"{name}.indexer")
         self.record_scale = 1.0
 
     def set_record_scale(self, kv_format: KVFormat) -> float:
@@ -121,6 +119,7 @@ class Attention(nn.Module):
             self.eps,
             rope_table,
         )
-        if self.kind is LayerKind.HCA:
+        indexer = self.compressor.indexer
+        if indexer is None:
             return backend.forward_metadata.c128_token_slots()
-        return self.compressor.indexer(self.layer_id, hidden, q_residual, rope_table, backend)
+        return indexer(self.layer_id, hidden, q_residual, rope_table, backend)

@@ -1,12 +1,12 @@
 """Token-level compression of KV (paper sections 2.3.1 and 2.3.2) and the lightning indexer."""
 
 import torch
+from sglang.srt.layers.layernorm import RMSNorm
 from sglang.srt.layers.linear import ReplicatedLinear
 from torch import nn
 
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend
 from sglang_dsv4.config import ModelDims
-from sglang.srt.layers.layernorm import RMSNorm
 from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
 
 
@@ -33,11 +33,31 @@ class Compressor(nn.Module):
         )
         self.position_bias = nn.Parameter(torch.empty(ratio, series, dtype=torch.float32))
         self.kv_norm = RMSNorm(width, dims.rms_norm_eps)
+        self.indexer: Indexer | None = None
 
     def kv_gate(self, hidden: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         """Hidden [T, D] -> kv, gate, each [T, coff * width] (eqs. 9, 10, 20, 21)."""
         kv, gate = self.kv_gate_proj(hidden)[0].chunk(2, dim=-1)
         return kv, gate
+
+
+class Scorer(nn.Module):
+    """Weight of each index head for each token (eq. 16), the score's scales included."""
+
+    def __init__(self, dims: ModelDims, quant: Dsv4QuantConfig, prefix: str) -> None:
+        super().__init__()
+        self.scale = dims.index_head_dim**-0.5 * dims.index_n_heads**-0.5
+        self.weights_proj = ReplicatedLinear(
+            dims.hidden_size,
+            dims.index_n_heads,
+            bias=False,
+            quant_config=quant,
+            prefix=f"{prefix}.weights_proj",
+        )
+
+    def forward(self, hidden: torch.Tensor) -> torch.Tensor:
+        """Hidden [T, D] -> float32 [T, index heads]."""
+        return self.weights_proj(hidden)[0].float() * self.scale
 
 
 class Indexer(Compressor):
@@ -57,14 +77,7 @@ class Indexer(Compressor):
             quant_config=quant,
             prefix=f"{prefix}.q_b_proj",
         )
-        self.scorer = nn.Module()
-        self.scorer.weights_proj = ReplicatedLinear(
-            dims.hidden_size,
-            self.heads,
-            bias=False,
-            quant_config=quant,
-            prefix=f"{prefix}.scorer.weights_proj",
-        )
+        self.scorer = Scorer(dims, quant, f"{prefix}.scorer")
 
     def forward(
         self,
@@ -80,6 +93,4 @@ class Indexer(Compressor):
             layer_id, kv, gate, self.position_bias, self.kv_norm.weight, self.eps, rope_table
         )
         q = self.q_b_proj(q_residual)[0].unflatten(-1, (self.heads, self.width))
-        weights = self.scorer.weights_proj(hidden)[0].float()
-        scale = self.width**-0.5 * self.heads**-0.5
-        return backend.select(layer_id, q, weights * scale, self.topk, rope_table)
+        return backend.select(layer_id, q, self.scorer(hidden), self.topk, rope_table)

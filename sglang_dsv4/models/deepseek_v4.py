@@ -14,7 +14,6 @@ from sglang.srt.layers.logits_processor import LogitsProcessor, LogitsProcessorO
 from sglang.srt.layers.vocab_parallel_embedding import ParallelLMHead, VocabParallelEmbedding
 from sglang.srt.model_executor.forward_context import get_attn_backend
 from sglang.srt.runtime_context import get_parallel, get_server_args
-
 from torch import nn
 
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend
@@ -160,10 +159,9 @@ class DeepseekV4ForCausalLM(nn.Module):
 
     def set_record_scales(self, kv_format: KVFormat) -> None:
         """Choose each layer's power of two for the records (``cache.outer_scale``) and log them."""
-        scales = [layer.self_attn.set_record_scale(kv_format) for layer in self.model.layers]
-        logger.info(
-            "KV records are %s; factor of each layer: %s", kv_format.value, _runs(scales)
-        )
+        attentions = [m for m in self.model.modules() if isinstance(m, Attention)]
+        scales = [attention.set_record_scale(kv_format) for attention in attentions]
+        logger.info("KV records are %s; factor of each layer: %s", kv_format.value, _runs(scales))
 
     def get_attention_sliding_window_size(self) -> int:
         """Tokens of the sliding window, for SGLang's allocator."""

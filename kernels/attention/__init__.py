@@ -1,0 +1,1 @@
+"""Sparse attention over the paged latent records."""
