@@ -16,7 +16,7 @@ _E4M3_MAX = 448.0
 _E4M3_MIN_NORMAL = 2.0**-6
 _E2M1_MAX = 6.0
 _GROUP = 16
-_MARGIN = 8.0
+_MARGIN = 4.0
 """A group whose latents are this much smaller than usual still has a normal block scale."""
 
 
