@@ -25,6 +25,11 @@ E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 LOG2_E = 1.4426950408889634
 
 
+def select(condition: Any, if_true: Any, if_false: Any) -> Any:
+    """One of two values of the same type."""
+    return type(if_true)(cutlass.select_(condition, if_true, if_false))
+
+
 def element_pointer(tensor: cute.Tensor, offset: Any, align: int) -> cute.Pointer:
     """Pointer to element `offset` (an integer, 64-bit where it may be large) of a tensor's memory,
     which the caller knows to be `align` bytes aligned."""
@@ -57,6 +62,37 @@ def words_of(pointer: cute.Pointer) -> cute.Pointer:
     return cute.recast_ptr(pointer, dtype=Uint32)
 
 
+def load_words_if(
+    condition: Any, pointer: cute.Pointer, otherwise: Uint32
+) -> tuple[Uint32, Uint32, Uint32, Uint32]:
+    """16 bytes that no one writes during the kernel, or four times `otherwise`, without a branch.
+
+    The line is not kept in L1: each byte is read once. The pointer is not followed when the
+    condition is false.
+    """
+    return cute.arch.inline_ptx(
+        "{.reg .pred wanted; setp.ne.b32 wanted, {$r1}, 0;"
+        " mov.b32 {$w0}, {$r2}; mov.b32 {$w1}, {$r2}; mov.b32 {$w2}, {$r2}; mov.b32 {$w3}, {$r2};"
+        " @wanted ld.global.nc.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];}",
+        write_only_types=[Uint32] * 4,
+        read_only_args=[pointer, Int32(condition), otherwise],
+    )
+
+
+def store_to_block(pointer: cute.Pointer, rank: Int32, value: Float32) -> None:
+    """Store to the same shared-memory address in block `rank` of the cluster."""
+    cute.arch.inline_ptx(
+        "{.reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1};"
+        " st.shared::cluster.f32 [there], {$r2};}",
+        read_only_args=[Int32(pointer.toint()), rank, value],
+    )
+
+
+def bf16_values(word: Uint32) -> tuple[Float32, Float32]:
+    """The two bf16 values of a word, the low half first."""
+    return (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
+
+
 def mul_rn(a: Float32, b: Float32) -> Float32:
     """a * b, rounded to nearest even, never contracted."""
     return cute.arch.inline_ptx(
@@ -78,7 +114,7 @@ def sub_rn(a: Float32, b: Float32) -> Float32:
     )
 
 
-def div_rn(a: Float32, b: float) -> Float32:
+def div_rn(a: Float32, b: float | Float32) -> Float32:
     """a / b, correctly rounded."""
     return cute.arch.inline_ptx(
         "div.rn.f32 {$w0}, {$r0}, {$r1};",
@@ -154,10 +190,8 @@ def rotate_pairs(
 def e4m3_byte(value: Float32) -> Uint32:
     """e4m3fn byte of a value >= 0, to nearest even, saturated at 448; a NaN gives 0x7f."""
     return cute.arch.inline_ptx(
-        "{{.reg .b16 pair; .reg .f32 zero; mov.f32 zero, 0f00000000;"
-        " cvt.rn.satfinite.e4m3x2.f32 pair, zero, {$r0}; cvt.u32.u16 {$w0}, pair;}}".replace(
-            "{{", "{"
-        ).replace("}}", "}"),
+        "{.reg .b16 pair; .reg .f32 zero; mov.f32 zero, 0f00000000;"
+        " cvt.rn.satfinite.e4m3x2.f32 pair, zero, {$r0}; cvt.u32.u16 {$w0}, pair;}",
         write_only_types=[Uint32],
         read_only_args=[value],
     )
@@ -186,23 +220,23 @@ def e2m1_word(
     for i, value in enumerate(values):
         magnitude = absolute(value)
         bit2 = magnitude >= bounds[3]
-        bit1 = magnitude >= cutlass.select_(bit2, bounds[5], bounds[1])
-        upper = cutlass.select_(bit2, bounds[6], bounds[2])
-        lower = cutlass.select_(bit2, bounds[4], bounds[0])
-        bit0 = magnitude > cutlass.select_(bit1, upper, lower)
+        bit1 = magnitude >= select(bit2, bounds[5], bounds[1])
+        upper = select(bit2, bounds[6], bounds[2])
+        lower = select(bit2, bounds[4], bounds[0])
+        bit0 = magnitude > select(bit1, upper, lower)
         shift = 4 * i
         sign = (value.bitcast(Uint32) & Uint32(0x80000000)) >> (28 - shift)
         if not keep_negative_zero:
-            sign = cutlass.select_(magnitude > bounds[0], sign, zero)
-        word = word | cutlass.select_(bit2, Uint32(4 << shift), zero)
-        word = word | cutlass.select_(bit1, Uint32(2 << shift), zero)
-        word = word | cutlass.select_(bit0, Uint32(1 << shift), zero) | sign
+            sign = select(magnitude > bounds[0], sign, zero)
+        word = word | select(bit2, Uint32(4 << shift), zero)
+        word = word | select(bit1, Uint32(2 << shift), zero)
+        word = word | select(bit0, Uint32(1 << shift), zero) | sign
     return word
 
 
 def nvfp4_bounds(scale: Float32) -> list[Float32]:
     """Bounds of `e2m1_word` under an e4m3 scale; scale 0 rounds every value to a signed zero."""
-    divisor = cutlass.select_(scale == Float32(0.0), Float32(float("inf")), scale)
+    divisor = select(scale == Float32(0.0), Float32(float("inf")), scale)
     return [divisor * Float32(b) for b in E2M1_MIDPOINTS]
 
 
@@ -210,9 +244,9 @@ def ue8m0_exponent(amax: Float32) -> Int32:
     """Biased exponent of the UE8M0 scale: 2^ceil(log2(max(amax / 6, 1e-4))), 1..254."""
     least = Float32(1.0e-4)
     target = div_rn(amax, 6.0)
-    bits = cutlass.select_(target > least, target, least).bitcast(Int32)
+    bits = select(target > least, target, least).bitcast(Int32)
     exponent = ((bits >> 23) & Int32(0xFF)) + Int32((bits & Int32(0x7FFFFF)) != Int32(0))
-    return cutlass.select_(exponent > Int32(254), Int32(254), exponent)
+    return select(exponent > Int32(254), Int32(254), exponent)
 
 
 def bf16_pair(low: Float32, high: Float32) -> Uint32:
@@ -222,3 +256,19 @@ def bf16_pair(low: Float32, high: Float32) -> Uint32:
         write_only_types=[Uint32],
         read_only_args=[low, high],
     )
+
+
+def nvfp4_encode(values: Sequence[Float32], amax: Float32) -> tuple[list[Uint32], Uint32]:
+    """Codes of 8 or 16 values of one group and the group's e4m3 scale byte.
+
+    amax: max |value| over the whole group, NaN if the group holds one: the scale is then NaN and
+    the codes are 0. Returns (one word for 8 values, scale byte).
+    """
+    byte = e4m3_byte(div_rn(amax, 6.0))
+    bounds = nvfp4_bounds(e4m3_value(byte))
+    poisoned = amax != amax
+    words = []
+    for start in range(0, len(values), 8):
+        word = e2m1_word(values[start : start + 8], bounds, keep_negative_zero=True)
+        words.append(select(poisoned, Uint32(0), word))
+    return words, byte

@@ -64,7 +64,9 @@ class Runner:
     Args:
         model_path: checkpoint directory.
         kv_cache_dtype: "nvfp4" or "bfloat16".
-        max_total_tokens: tokens of the full (compressed) pool.
+        max_total_tokens: tokens of the full (compressed) pool. The window pool is as large (a
+            server's has a tenth), since a prompt that is not published frees no window slots while
+            it is prefilled; give ``swa_full_tokens_ratio`` for a smaller one.
         max_running_requests: request rows.
         context_length: longest sequence.
         dtype: activations and unquantised weights, "bfloat16" or "float32".
@@ -99,6 +101,7 @@ class Runner:
             context_length=context_length,
             dtype=dtype,
             mem_fraction_static=0.2,
+            swa_full_tokens_ratio=1.0,
             disable_overlap_schedule=True,
             log_level="warning",
         )

@@ -12,12 +12,10 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from sglang_dsv4.cache.kv_layout import IndexerLayout, KVFormat
+from sglang_dsv4.cache.kv_layout import IndexerLayout
 
-from .hadamard import hadamard_transform
-from .indexer_key import read_indexer_keys, round_fp4_ue8m0
+from .indexer_key import read_indexer_keys
 from .matmul import bf16_operands
-from .rope import apply_rope_tail
 
 # Scores of one chunk before the sum over heads: 8 MB of float32. Short chunks stay in the cache and
 # skip more of the causal triangle: 41 ms against 113 ms with 64 MB, for 2048 tokens of 8 heads on
@@ -27,21 +25,11 @@ MAX_SCORES = 1 << 21
 SHARED_TOKENS = 4
 
 
-def indexer_query(q: Tensor, positions: Tensor, table: Tensor, layout: IndexerLayout) -> Tensor:
-    """RoPE of the last values, Hadamard transform and, over an FP4 pool, rounding to FP4.
-
-    Args: q float [T, Hi, d]; positions integer [T]; table float32 [max_position, rope_dim].
-    Returns [T, Hi, d] in q's dtype; bf16 holds FP4-rounded values exactly.
-    """
-    rotated = hadamard_transform(apply_rope_tail(q.float(), positions, table))
-    return (round_fp4_ue8m0(rotated) if layout.format is KVFormat.NVFP4 else rotated).to(q.dtype)
-
-
 def indexer_logits(q: Tensor, weights: Tensor, keys: Tensor) -> Tensor:
     """Scores of every key.
 
-    Args: q float [T, Hi, d], Hadamard-transformed and, over an FP4 pool, rounded to FP4;
-    weights float [T, Hi]; keys float [L, d], shared, or [T, L, d].
+    Args: q float [T, Hi, d], rotated and Hadamard-transformed; weights float [T, Hi];
+    keys float [L, d], shared, or [T, L, d].
     With q in bf16 the products take bf16 operands (exact for keys from a pool), else float32.
     Returns float32 [T, L].
     """

@@ -46,11 +46,6 @@ def dequantize_fp4_ue8m0(packed: Tensor, scale: Tensor) -> Tensor:
     return groups.mul_(factor.unsqueeze(-1)).flatten(-2)
 
 
-def round_fp4_ue8m0(x: Tensor) -> Tensor:
-    """The values that `quantize_fp4_ue8m0` keeps: float [..., n] to float32 [..., n]."""
-    return dequantize_fp4_ue8m0(*quantize_fp4_ue8m0(x))
-
-
 def write_indexer_keys(keys: Tensor, slots: Tensor, pool: Tensor, layout: IndexerLayout) -> None:
     """Encode and insert keys; slots outside the pool (-1) are skipped, none may repeat.
 

@@ -124,8 +124,8 @@ def _window_slot(
 
 
 def _entry_slots(batch: BatchRows, req_to_token: torch.Tensor, ratio: int) -> torch.Tensor:
-    """Compressed slots of each request, [R, max entries], -1 beyond the request's entries."""
-    entry = torch.arange(batch.max_seq_len // ratio, device=batch.seq_lens.device)
+    """Compressed slots of each request, [R, at least 1], -1 beyond the request's entries."""
+    entry = torch.arange(max(1, batch.max_seq_len // ratio), device=batch.seq_lens.device)
     full = req_to_token[batch.req_pool_indices[:, None], entry * ratio].long()
     return (full // ratio).masked_fill(entry >= (batch.seq_lens // ratio)[:, None], -1)
 

@@ -5,6 +5,7 @@ from fractions import Fraction
 import torch
 
 from sglang_dsv4.cache.kv_layout import IndexerLayout, RecordLayout
+from sglang_dsv4.kernels.reference.indexer_key import dequantize_fp4_ue8m0, quantize_fp4_ue8m0
 
 E2M1 = [Fraction(n, 2) for n in (0, 1, 2, 3, 4, 6, 8, 12)]
 TIES = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
@@ -57,6 +58,11 @@ def slow_fp4_group(values):
     scale = Fraction(2) ** exponent
     codes = [e2m1_code(abs(Fraction(v)) / scale, v < 0) for v in values]
     return [0 if code == 8 else code for code in codes], exponent + 127
+
+
+def round_fp4(x):
+    """The values that an FP4 indexer key keeps."""
+    return dequantize_fp4_ue8m0(*quantize_fp4_ue8m0(x))
 
 
 def garbage_pool(layout: RecordLayout | IndexerLayout, num_pages, padding=0):

@@ -11,11 +11,7 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import (
 from sglang_dsv4.cache.kv_layout import IndexerLayout, KVFormat, RecordLayout
 from sglang_dsv4.kernels.reference.compress import CompressPlan, compress, compress_store
 from sglang_dsv4.kernels.reference.hadamard import hadamard_transform
-from sglang_dsv4.kernels.reference.indexer_key import (
-    dequantize_fp4_ue8m0,
-    quantize_fp4_ue8m0,
-    read_indexer_keys,
-)
+from sglang_dsv4.kernels.reference.indexer_key import read_indexer_keys
 from sglang_dsv4.kernels.reference.kv_store import read_records
 from sglang_dsv4.kernels.reference.norm_rope import rms_norm
 from sglang_dsv4.kernels.reference.rope import YarnParams, apply_rope_tail, build_rope_table
@@ -211,8 +207,5 @@ def test_store_writes_indexer_keys(kv_format):
     entries = compress(kv, gate, bias, torch.arange(50), torch.zeros(8, 512), plan)
     rotated = apply_rope_tail(rms_norm(entries, weight, 1e-6), plan.positions, TABLE)
     keys = hadamard_transform(rotated)
-    if kv_format is KVFormat.NVFP4:
-        expected = dequantize_fp4_ue8m0(*quantize_fp4_ue8m0(keys))
-    else:
-        expected = keys.bfloat16().float()
+    expected = cases.round_fp4(keys) if kv_format is KVFormat.NVFP4 else keys.bfloat16().float()
     assert torch.equal(read_indexer_keys(pool, plan.slots, layout), expected)

@@ -1,0 +1,685 @@
+"""Sparse attention on mma.sync (m16n8k16, bf16): one source for sm_90a, sm_100a and sm_120a.
+
+One block serves one token, one tile of heads and one share of the token's list of keys, 64 keys at
+a time. Warp w dequantises dims [128 (w % 4), +128) of keys [32 (w / 4), +32) from registers:
+
+- S^T = K Q^T. The records' words go from global memory to registers, one tile ahead. A quad holds
+  64 bytes of a key, a thread the words of 32 dims, so dequantised pairs are A fragments as they
+  are: the order of dims inside the contraction is free, and Q's fragments follow it.
+- The same registers are stored as the bf16 tile [64 keys, 448] of the values. RoPE values need no
+  conversion: cp.async copies them beside it, one tile ahead.
+- The four dim quarters of the scores meet in shared memory; threads of one head do the softmax.
+- O^T = V^T P^T. Warp w owns dims [64 w, +64), reading V^T from the tile by ldmatrix.trans.
+
+e2m1 x e4m3 is decoded exactly: shifts and masks place sign, exponent and mantissa in a bf16 of
+value x 2^-126, one mul.bf16x2 by scale x 2^118 gives value x scale x 2^-8. Q's NoPE dims carry the
+2^8 for the scores, the output's gain carries it for the values. Swapping K and Q in the products
+(heads as n) makes 8 heads the unit, so a few heads cost what they should.
+
+Roofline, per token: bytes = 384 (window + K) + 2 x 1024 H; flops = 2 x 2 H (window + K) 512.
+Shared memory, per 64 keys and block: 56 KB written and 64 KB read for V, 8 KB written and read for
+RoPE, 2 KB x heads for the scores' exchange, so about 160 KB at 16 heads against 33.5 KB x heads of
+flops: below 32 heads shared-memory bandwidth and issue slots limit, not the tensor cores.
+"""
+
+from dataclasses import dataclass
+from typing import Any
+
+import cutlass
+import cutlass.memory
+from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
+from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+
+from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
+from sglang_dsv4.kernels.attention import instructions as ptx
+from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
+
+HEAD_DIM = 512
+TILE = 64
+THREADS = 256
+HEAD_TILES = (8, 16, 32)
+_LAYOUT = RecordLayout(KVFormat.NVFP4, TILE)
+DATA_BYTES = _LAYOUT.data_bytes
+SCALE_BYTES = _LAYOUT.scale_bytes
+ROPE_OFFSET = _LAYOUT.nope_bytes
+NOPE_ROW = 2 * _LAYOUT.nope_dim
+ROPE_ROW = 2 * _LAYOUT.rope_dim
+# Row lengths that spread rows over the banks: float32 scores of a head, bf16 weights of a head.
+SCORE_ROW = 4 * (TILE + 4)
+WEIGHT_ROW = 2 * (TILE + 8)
+NOPE_TILE = TILE * NOPE_ROW
+ROPE_TILE = TILE * ROPE_ROW
+
+SIGN, MAGNITUDE = 0x80008000, 0x01C001C0
+BF16X2_256 = 0x43804380
+LN2 = 0.6931471805599453
+LOG2_E = 1.4426950408889634
+
+
+@dataclass(frozen=True)
+class Shape:
+    """Static shape: heads of a block (8, 16, 32), tokens a page of each pool, bytes of a slot."""
+
+    head_tile: int
+    window_page: int
+    comp_page: int
+    slot_bytes: int
+
+
+def shared_bytes(head_tile: int) -> int:
+    """Shared memory of a block."""
+    exchange = head_tile * (4 * SCORE_ROW + WEIGHT_ROW + 4)
+    return NOPE_TILE + 2 * ROPE_TILE + exchange
+
+
+def unpack8(word: Uint32, scale: Uint32) -> list[Uint32]:
+    """Eight e2m1 values of a word times the scale pair: element j holds values (3 - j, 7 - j)."""
+    out = []
+    for j, magnitude in enumerate((word >> 6, word >> 2, word << 2, word << 6)):
+        bits = ((word << (4 * j)) & Uint32(SIGN)) | (magnitude & Uint32(MAGNITUDE))
+        out.append(ptx.mul_bf16x2(bits, scale))
+    return out
+
+
+def scale_pairs(pair: Uint32) -> list[Uint32]:
+    """Two e4m3 bytes as bf16x2 of (scale x 2^118) twice, one register for each byte."""
+    return [
+        ptx.pack_bf16x2(wide, wide)
+        for wide in (value * Float32(2.0**118) for value in ptx.e4m3x2_to_f32x2(pair))
+    ]
+
+
+def query_pairs(words: Any, mask: Uint32) -> list[Uint32]:
+    """Q of eight dims (four bf16x2) in the order of `unpack8`, times 2^8, or 0 under mask 0."""
+    r0, r1, r2, r3 = words
+    high, low = Uint32(0x7632), Uint32(0x5410)
+    pairs = (
+        ptx.prmt(r1, r3, high),
+        ptx.prmt(r1, r3, low),
+        ptx.prmt(r0, r2, high),
+        ptx.prmt(r0, r2, low),
+    )
+    return [ptx.mul_bf16x2(pair, Uint32(BF16X2_256)) & mask for pair in pairs]
+
+
+def choose(condition: Any, one: Any, other: Any) -> Any:
+    """`one` where the run-time condition holds, else `other`; both are evaluated."""
+    return cutlass.select_(condition, one, other)
+
+
+class SparseAttention:
+    """The kernel for one static shape."""
+
+    def __init__(self, shape: Shape) -> None:
+        self.shape = shape
+        self.heads = shape.head_tile
+        self.blocks = shape.head_tile // 8
+        self.lanes_per_head = THREADS // shape.head_tile
+        self.keys_per_lane = TILE // self.lanes_per_head
+        self.blocks_per_sm = 2 if shape.head_tile <= 16 else 1
+
+    @cute.jit
+    def __call__(
+        self,
+        q: cute.Tensor,
+        window_slots: cute.Tensor,
+        comp_slots: cute.Tensor,
+        window_pool: cute.Tensor,
+        comp_pool: cute.Tensor,
+        sinks: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        part_out: cute.Tensor,
+        part_lse: cute.Tensor,
+        num_window: Int32,
+        num_comp: Int32,
+        splits: Int32,
+        scale_log2: Float32,
+        out_scale: Float32,
+        stream: Any,
+    ) -> None:
+        """Launch the attention and, with more than one split, the combination."""
+        tokens, heads = out.shape[0], out.shape[1]
+        head_tiles = (heads + self.heads - 1) // self.heads
+        self.kernel(
+            q,
+            window_slots,
+            comp_slots,
+            window_pool,
+            comp_pool,
+            sinks,
+            out,
+            lse,
+            part_out,
+            part_lse,
+            num_window,
+            num_comp,
+            scale_log2,
+            out_scale,
+            head_tiles,
+        ).launch(
+            grid=[tokens * head_tiles, splits, 1],
+            block=[THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=self.blocks_per_sm,
+            preferred_smem_carveout=100,
+        )
+        if splits > 1:
+            combine(part_out, part_lse, sinks, out, lse, splits, out_scale).launch(
+                grid=[tokens * heads, 1, 1], block=[HEAD_DIM // 4, 1, 1], stream=stream
+            )
+
+    @cute.kernel
+    def kernel(
+        self,
+        q: cute.Tensor,
+        window_slots: cute.Tensor,
+        comp_slots: cute.Tensor,
+        window_pool: cute.Tensor,
+        comp_pool: cute.Tensor,
+        sinks: cute.Tensor,
+        out: cute.Tensor,
+        lse: cute.Tensor,
+        part_out: cute.Tensor,
+        part_lse: cute.Tensor,
+        num_window: Int32,
+        num_comp: Int32,
+        scale_log2: Float32,
+        out_scale: Float32,
+        head_tiles: Int32,
+    ) -> None:
+        """See the module docstring."""
+        tid, _, _ = cute.arch.thread_idx()
+        block, split, _ = cute.arch.block_idx()
+        _, splits, _ = cute.arch.grid_dim()
+        warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
+        lane = tid % 32
+        self.tid, self.lane, self.warp = tid, lane, warp
+        self.group, self.quad = lane // 4, lane % 4
+        self.quarter, self.half = warp % 4, warp // 4
+        token = block // head_tiles
+        first_head = (block - token * head_tiles) * self.heads
+        num_heads = out.shape[1]
+
+        memory = cutlass.memory.SmemAllocator()
+        base = memory.allocate(shared_bytes(self.heads), 128).toint()
+        self.nope = base
+        self.rope = base + NOPE_TILE
+        self.scores = self.rope + 2 * ROPE_TILE
+        self.weights = self.scores + 4 * self.heads * SCORE_ROW
+        self.gains = self.weights + self.heads * WEIGHT_ROW
+
+        window_tiles = (num_window + TILE - 1) // TILE
+        num_tiles = window_tiles + (num_comp + TILE - 1) // TILE
+        share = (num_tiles + splits - 1) // splits
+        first = split * share
+        last = cutlass.min(first + share, num_tiles)
+
+        query = cute.make_rmem_tensor(16 * self.blocks, Uint32)
+        row = q.iterator.toint() + Int64(token) * q.stride[0] * 2
+        for n in cutlass.range_constexpr(self.blocks):
+            head = first_head + n * 8 + self.group
+            mask = choose(head < num_heads, Uint32(0xFFFFFFFF), Uint32(0))
+            start = row + Int64(choose(head < num_heads, head, first_head)) * q.stride[1] * 2
+            if self.quarter < 3:
+                self.load_query_nope(query, n, start, self.quarter * 128 + self.quad * 32, mask, 4)
+            else:
+                self.load_query_nope(query, n, start, 384 + self.quad * 16, mask, 2)
+                self.load_query_rope(query, n, start, mask)
+
+        words = cute.make_rmem_tensor(16, Uint32)
+        scales = cute.make_rmem_tensor(4, Uint32)
+        current = cute.make_rmem_tensor(4, Int32)
+        upcoming = cute.make_rmem_tensor(4, Int32)
+        summed = cute.make_rmem_tensor(16 * self.blocks, Float32)
+        for i in cutlass.range_constexpr(16 * self.blocks):
+            summed[i] = Float32(0.0)
+        peak = Float32(-Float32.inf)
+        total = Float32(0.0)
+        lists = (window_slots, comp_slots, window_pool, comp_pool)
+        limits = (token, num_window, num_comp, window_tiles)
+
+        self.fetch_slots(lists, limits, first, upcoming)
+        self.fetch_records(lists, limits, first, Int32(0), upcoming, current, words, scales)
+        if first + 1 < last:
+            self.fetch_slots(lists, limits, first + 1, upcoming)
+
+        for tile in cutlass.range(first, last):
+            buffer = (tile - first) & 1
+            if self.quarter < 3:
+                self.scores_nope(words, scales, current, query)
+            else:
+                cute.arch.cp_async_wait_group(0)
+                cute.arch.sync_warp()
+                self.scores_rope(words, scales, current, query, buffer)
+            if tile + 1 < last:
+                self.fetch_records(
+                    lists, limits, tile + 1, 1 - buffer, upcoming, current, words, scales
+                )
+                if tile + 2 < last:
+                    self.fetch_slots(lists, limits, tile + 2, upcoming)
+            cute.arch.sync_threads()
+            peak, total = self.softmax(peak, total, scale_log2)
+            cute.arch.sync_threads()
+            self.accumulate(summed, buffer)
+            cute.arch.sync_threads()
+
+        for step in cutlass.range_constexpr(self.lanes_per_head.bit_length() - 1):
+            total = total + ptx.shuffle_xor(total, 1 << step)
+        self.write_gain(peak, total, first_head, token, split, splits, sinks, lse, part_lse, out_scale)
+        cute.arch.sync_threads()
+        self.stage_output(summed)
+        cute.arch.sync_threads()
+        if splits == 1:
+            self.write_output(out, first_head, num_heads, token, True)
+        else:
+            tokens = Int32(out.shape[0])
+            self.write_output(part_out, first_head, num_heads, split * tokens + token, False)
+
+    def load_query_nope(
+        self, query: Any, n: int, start: Int64, dim: Int32, mask: Uint32, count: int
+    ) -> None:
+        """B fragments of `count` words of eight dims from `dim`; two products each."""
+        for i in range(count):
+            pairs = query_pairs(ptx.global_load_x4(start + Int64(dim + 8 * i) * 2), mask)
+            for u in range(2):
+                at = ((2 * i + u) * self.blocks + n) * 2
+                query[at] = pairs[2 * u]
+                query[at + 1] = pairs[2 * u + 1]
+
+    def load_query_rope(self, query: Any, n: int, start: Int64, mask: Uint32) -> None:
+        """B fragments of the four products over the RoPE dims, in natural order."""
+        for s in range(4):
+            at = ((4 + s) * self.blocks + n) * 2
+            for u in range(2):
+                dim = 448 + 16 * s + 8 * u + 2 * self.quad
+                query[at + u] = Uint32(ptx.global_load_i32(start + Int64(dim) * 2)) & mask
+
+    def key_of(self, r: int) -> Int32:
+        """Key inside the tile of this thread's row r: blocks of 16, rows g and g + 8."""
+        return self.half * 32 + (r // 2) * 16 + (r % 2) * 8 + self.group
+
+    def fetch_slots(self, lists: Any, limits: Any, tile: Int32, upcoming: Any) -> None:
+        """Slots of this thread's four keys of a tile; -1 where the list or the pool has none."""
+        window_slots, comp_slots, window_pool, comp_pool = lists
+        token, num_window, num_comp, window_tiles = limits
+        windowed = tile < window_tiles
+        count = choose(windowed, num_window, num_comp)
+        first = (tile - choose(windowed, Int32(0), window_tiles)) * TILE
+        size = self.shape.slot_bytes
+        window_row = window_slots.iterator.toint() + Int64(token) * window_slots.stride[0] * size
+        comp_row = comp_slots.iterator.toint() + Int64(token) * comp_slots.stride[0] * size
+        row = choose(windowed, window_row, comp_row)
+        rows = choose(
+            windowed,
+            Int32(window_pool.shape[0]) * self.shape.window_page,
+            Int32(comp_pool.shape[0]) * self.shape.comp_page,
+        )
+        load = ptx.global_load_i64 if size == 8 else ptx.global_load_i32
+        wide = Int64 if size == 8 else Int32
+        for r in range(4):
+            place = first + self.key_of(r)
+            listed = place < count
+            slot = load(row + Int64(choose(listed, place, Int32(0))) * size)
+            inside = (slot >= wide(0)) & (slot < wide(rows))
+            upcoming[r] = choose(listed & inside, Int32(slot), Int32(-1))
+
+    def fetch_records(
+        self,
+        lists: Any,
+        limits: Any,
+        tile: Int32,
+        buffer: Int32,
+        upcoming: Any,
+        current: Any,
+        words: Any,
+        scales: Any,
+    ) -> None:
+        """Start the loads of this thread's part of four records; a key without slot reads row 0."""
+        _, _, window_pool, comp_pool = lists
+        windowed = tile < limits[3]
+        pool = choose(windowed, window_pool.iterator.toint(), comp_pool.iterator.toint())
+        stride = choose(windowed, Int64(window_pool.stride[0]), Int64(comp_pool.stride[0]))
+        window_shift = self.shape.window_page.bit_length() - 1
+        comp_shift = self.shape.comp_page.bit_length() - 1
+        shift = choose(windowed, Int32(window_shift), Int32(comp_shift))
+        for r in range(4):
+            slot = upcoming[r]
+            current[r] = slot
+            safe = choose(slot >= 0, slot, Int32(0))
+            page = safe >> shift
+            in_page = safe - (page << shift)
+            record = pool + Int64(page) * stride
+            data = record + Int64(in_page * DATA_BYTES)
+            scale = record + Int64((Int32(DATA_BYTES) << shift) + in_page * SCALE_BYTES)
+            self.fetch_record(r, slot, buffer, data, scale, words, scales)
+        cute.arch.cp_async_commit_group()
+
+    @cute.jit
+    def fetch_record(
+        self,
+        r: cutlass.Constexpr,
+        slot: Int32,
+        buffer: Int32,
+        data: Int64,
+        scale: Int64,
+        words: cute.Tensor,
+        scales: cute.Tensor,
+    ) -> None:
+        """The loads of one key: NoPE words and scales to registers, RoPE to shared memory."""
+        if self.quarter < 3:
+            loaded = ptx.global_load_x4(data + Int64(self.quarter * 64 + self.quad * 16))
+            for i in cutlass.range_constexpr(4):
+                words[4 * r + i] = loaded[i]
+            scales[r] = ptx.global_load_u16(scale + Int64(self.quarter * 8 + self.quad * 2))
+        else:
+            pair = ptx.global_load_x2(data + Int64(192 + self.quad * 8))
+            words[4 * r] = pair[0]
+            words[4 * r + 1] = pair[1]
+            scales[r] = ptx.global_load_u16(scale + Int64(24 + (self.quad & 2)))
+            size = choose(slot >= 0, Int32(16), Int32(0))
+            line = self.rope + buffer * ROPE_TILE + self.key_of(r) * ROPE_ROW
+            for c in cutlass.range_constexpr(2):
+                unit = self.quad + 4 * c
+                place = line + (unit ^ self.group) * 16
+                ptx.copy_async_16(place, data + Int64(ROPE_OFFSET + unit * 16), size)
+
+    def multipliers(self, scales: Any, current: Any, r: int) -> list[Uint32]:
+        """Scale pairs of row r; a key without slot gets scale 0, so that its values are 0."""
+        return scale_pairs(choose(current[r] >= 0, scales[r], Uint32(0)))
+
+    def scores_nope(self, words: Any, scales: Any, current: Any, query: Any) -> None:
+        """Quarters 0..2: dequantise 128 dims of 32 keys, store them, multiply them with Q."""
+        for m in range(2):
+            sums = [[Float32(0.0)] * 4 for _ in range(self.blocks)]
+            pair = [self.multipliers(scales, current, 2 * m + x) for x in range(2)]
+            segment = self.nope + (2 * self.quarter + self.quad // 2) * 128
+            for i in range(4):
+                unit = (4 * (self.quad % 2) + i) ^ self.group ^ (2 * (self.quad // 2))
+                values = []
+                for x in range(2):
+                    values.append(unpack8(words[4 * (2 * m + x) + i], pair[x][i // 2]))
+                    line = segment + self.key_of(2 * m + x) * NOPE_ROW
+                    ptx.shared_store_x4(line + unit * 16, *values[x])
+                self.multiply(values, 2 * i, query, sums)
+            self.store_scores(m, sums, current)
+
+    def scores_rope(
+        self, words: Any, scales: Any, current: Any, query: Any, buffer: Int32
+    ) -> None:
+        """Quarter 3: as `scores_nope` for NoPE dims 384..447, then the RoPE dims."""
+        odd = Uint32(8) * Uint32(self.quad % 2)
+        for m in range(2):
+            sums = [[Float32(0.0)] * 4 for _ in range(self.blocks)]
+            pair = [
+                scale_pairs(
+                    choose(current[2 * m + x] >= 0, scales[2 * m + x] >> odd, Uint32(0))
+                    & Uint32(0xFF)
+                )
+                for x in range(2)
+            ]
+            for i in range(2):
+                unit = (2 * self.quad + i) ^ self.group
+                values = []
+                for x in range(2):
+                    values.append(unpack8(words[4 * (2 * m + x) + i], pair[x][0]))
+                    line = self.nope + self.key_of(2 * m + x) * NOPE_ROW
+                    ptx.shared_store_x4(line + 768 + unit * 16, *values[x])
+                self.multiply(values, 2 * i, query, sums)
+            row, matrix = self.lane % 8, self.lane // 8
+            key = self.half * 32 + m * 16 + row + 8 * (matrix % 2)
+            line = self.rope + buffer * ROPE_TILE + key * ROPE_ROW
+            for s in range(4):
+                a = ptx.ldmatrix_x4(line + ((2 * s + matrix // 2) ^ row) * 16)
+                for n in range(self.blocks):
+                    at = ((4 + s) * self.blocks + n) * 2
+                    sums[n] = ptx.mma_bf16(a, (query[at], query[at + 1]), sums[n])
+            self.store_scores(m, sums, current)
+
+    def multiply(self, values: Any, step: int, query: Any, sums: Any) -> None:
+        """Two products over the eight dims of a word of rows g and g + 8."""
+        low, high = values
+        for u in range(2):
+            a = (low[2 * u], high[2 * u], low[2 * u + 1], high[2 * u + 1])
+            for n in range(self.blocks):
+                at = ((step + u) * self.blocks + n) * 2
+                sums[n] = ptx.mma_bf16(a, (query[at], query[at + 1]), sums[n])
+
+    def store_scores(self, m: int, sums: Any, current: Any) -> None:
+        """This quarter's part of S^T for 16 keys; -inf for a key without slot."""
+        for n in range(self.blocks):
+            for x in range(2):
+                listed = current[2 * m + x] >= 0
+                for y in range(2):
+                    head = self.quarter * self.heads + n * 8 + 2 * self.quad + y
+                    place = self.scores + head * SCORE_ROW + self.key_of(2 * m + x) * 4
+                    value = choose(listed, sums[n][2 * x + y], Float32(-Float32.inf))
+                    ptx.shared_store_f32(place, value)
+
+    @cute.jit
+    def softmax(self, peak: Float32, total: Float32, scale_log2: Float32) -> Any:
+        """Weights exp2(score - peak) of one head's keys in bf16, and the gain of older sums."""
+        head, part = self.tid // self.lanes_per_head, self.tid % self.lanes_per_head
+        place = self.scores + head * SCORE_ROW + part * (4 * self.keys_per_lane)
+        score = [Float32(0.0)] * self.keys_per_lane
+        for quarter in cutlass.range_constexpr(4):
+            line = place + quarter * self.heads * SCORE_ROW
+            if cutlass.const_expr(self.keys_per_lane == 2):
+                loaded = list(ptx.shared_load_f32x2(line))
+            else:
+                loaded = []
+                for i in cutlass.range_constexpr(self.keys_per_lane // 4):
+                    loaded += list(ptx.shared_load_f32x4(line + 16 * i))
+            score = [a + b for a, b in zip(score, loaded, strict=True)]
+        score = [s * scale_log2 for s in score]
+        top = peak
+        for s in score:
+            top = ptx.maximum(top, s)
+        for step in cutlass.range_constexpr(self.lanes_per_head.bit_length() - 1):
+            top = ptx.maximum(top, ptx.shuffle_xor(top, 1 << step))
+        origin = choose(top == Float32(-Float32.inf), Float32(0.0), top)
+        gain = ptx.exp2(peak - origin)
+        weight = [ptx.exp2(s - origin) for s in score]
+        total = total * gain
+        for w in weight:
+            total = total + w
+        place = self.weights + head * WEIGHT_ROW + part * (2 * self.keys_per_lane)
+        for i in cutlass.range_constexpr(self.keys_per_lane // 2):
+            ptx.shared_store_u32(
+                place + 4 * i, ptx.pack_bf16x2(weight[2 * i], weight[2 * i + 1])
+            )
+        if part == 0:
+            ptx.shared_store_f32(self.gains + head * 4, gain)
+        return top, total
+
+    def accumulate(self, summed: Any, buffer: Int32) -> None:
+        """O^T = gain O^T + V^T P^T for this warp's 64 dims."""
+        row, matrix = self.lane % 8, self.lane // 8
+        weights = []
+        for n in range(self.blocks):
+            place = self.weights + (n * 8 + row) * WEIGHT_ROW + matrix * 16
+            weights.append((*ptx.ldmatrix_x4(place), *ptx.ldmatrix_x4(place + 64)))
+            gains = ptx.shared_load_f32x2(self.gains + (n * 8 + 2 * self.quad) * 4)
+            for m in range(4):
+                for c in range(4):
+                    at = (m * self.blocks + n) * 4 + c
+                    summed[at] = summed[at] * gains[c % 2]
+        roped = self.warp == 7
+        pitch = choose(roped, Int32(ROPE_ROW), Int32(NOPE_ROW))
+        start = choose(roped, self.rope + buffer * ROPE_TILE, self.nope + self.warp * 128)
+        flip = choose(roped, Int32(0), 2 * (self.warp % 2))
+        start = start + (row + 8 * (matrix // 2)) * pitch
+        for m in range(4):
+            place = start + ((2 * m + matrix % 2) ^ row ^ flip) * 16
+            for k in range(4):
+                a = ptx.ldmatrix_x4_trans(place + k * (16 * pitch))
+                for n in range(self.blocks):
+                    at = (m * self.blocks + n) * 4
+                    sums = [summed[at + c] for c in range(4)]
+                    b = (weights[n][2 * k], weights[n][2 * k + 1])
+                    for c, value in enumerate(ptx.mma_bf16(a, b, sums)):
+                        summed[at + c] = value
+
+    @cute.jit
+    def write_gain(
+        self,
+        peak: Float32,
+        total: Float32,
+        first_head: Int32,
+        token: Int32,
+        split: Int32,
+        splits: Int32,
+        sinks: cute.Tensor,
+        lse: cute.Tensor,
+        part_lse: cute.Tensor,
+        out_scale: Float32,
+    ) -> None:
+        """Last factor of each head's sums to shared memory, its log-sum-exp to global memory."""
+        local, part = self.tid // self.lanes_per_head, self.tid % self.lanes_per_head
+        head = first_head + local
+        num_heads = lse.shape[1]
+        if part == 0:
+            origin = choose(peak == Float32(-Float32.inf), Float32(0.0), peak)
+            log_sum = origin + ptx.log2(total)
+            empty = total == Float32(0.0)
+            gain = Float32(1.0) / total
+            if head < num_heads:
+                if splits == 1:
+                    at = Int64(token * num_heads + head) * 4
+                    ptx.global_store_f32(lse.iterator.toint() + at, log_sum * Float32(LN2))
+                    sink = ptx.global_load_f32(sinks.iterator.toint() + Int64(head) * 4)
+                    joined = total + ptx.exp2(sink * Float32(LOG2_E) - origin)
+                    gain = out_scale / joined
+                else:
+                    row = split * Int32(lse.shape[0]) + token
+                    at = (Int64(row) * num_heads + head) * 4
+                    ptx.global_store_f32(part_lse.iterator.toint() + at, log_sum)
+            gain = choose(empty, Float32(0.0), gain)
+            ptx.shared_store_f32(self.gains + local * 4, gain)
+
+    def staged(self, head: Int32, dim: Int32) -> Int32:
+        """Where a float32 of the output waits: rows of 512, turned so that banks differ."""
+        return self.nope + (head * HEAD_DIM + ((dim + 8 * (head // 2)) & (HEAD_DIM - 1))) * 4
+
+    def stage_output(self, summed: Any) -> None:
+        """Scaled O^T to shared memory as [heads, 512] in the natural order of dims."""
+        roped = self.warp == 7
+        turned = (3 - self.group // 2) + 4 * (self.group % 2)
+        dim = self.warp * 64 + choose(roped, self.group, turned)
+        unit = choose(roped, Float32(1.0), Float32(256.0))
+        for n in range(self.blocks):
+            gains = ptx.shared_load_f32x2(self.gains + (n * 8 + 2 * self.quad) * 4)
+            for m in range(4):
+                for c in range(4):
+                    head = n * 8 + 2 * self.quad + c % 2
+                    value = summed[(m * self.blocks + n) * 4 + c] * (gains[c % 2] * unit)
+                    ptx.shared_store_f32(
+                        self.staged(head, dim + m * 16 + 8 * (c // 2)), value
+                    )
+
+    @cute.jit
+    def write_output(
+        self,
+        target: cute.Tensor,
+        first_head: Int32,
+        num_heads: Int32,
+        row: Int32,
+        final: cutlass.Constexpr,
+    ) -> None:
+        """The staged tile to global memory: bf16 of the output, or float32 of one split."""
+        for i in cutlass.range_constexpr(self.heads // 4):
+            local = i * 4 + self.tid // 64
+            dim = (self.tid % 64) * 8
+            head = first_head + local
+            if head < num_heads:
+                place = self.staged(local, dim)
+                low = ptx.shared_load_f32x4(place)
+                high = ptx.shared_load_f32x4(place + 16)
+                at = (Int64(row) * num_heads + head) * HEAD_DIM + Int64(dim)
+                if cutlass.const_expr(final):
+                    packed = [
+                        ptx.pack_bf16x2(v[j], v[j + 1]) for v in (low, high) for j in (0, 2)
+                    ]
+                    ptx.global_store_u32x4(target.iterator.toint() + at * 2, *packed)
+                else:
+                    ptx.global_store_f32x4(target.iterator.toint() + at * 4, *low)
+                    ptx.global_store_f32x4(target.iterator.toint() + at * 4 + 16, *high)
+
+
+@cute.kernel
+def combine(
+    part_out: cute.Tensor,
+    part_lse: cute.Tensor,
+    sinks: cute.Tensor,
+    out: cute.Tensor,
+    lse: cute.Tensor,
+    splits: Int32,
+    out_scale: Float32,
+) -> None:
+    """Merge the splits of one token and head: four dims a thread, splits in ascending order."""
+    tid, _, _ = cute.arch.thread_idx()
+    row, _, _ = cute.arch.block_idx()
+    num_heads = out.shape[1]
+    pitch = Int64(out.shape[0]) * num_heads
+    lse_at = part_lse.iterator.toint() + Int64(row) * 4
+    out_at = part_out.iterator.toint() + (Int64(row) * HEAD_DIM + Int64(tid) * 4) * 4
+    peak = Float32(-Float32.inf)
+    for s in cutlass.range(splits):
+        peak = ptx.maximum(peak, ptx.global_load_f32(lse_at + s * pitch * 4))
+    origin = choose(peak == Float32(-Float32.inf), Float32(0.0), peak)
+    total = Float32(0.0)
+    s0, s1, s2, s3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
+    for s in cutlass.range(splits):
+        weight = ptx.exp2(ptx.global_load_f32(lse_at + s * pitch * 4) - origin)
+        v0, v1, v2, v3 = ptx.global_load_f32x4(out_at + s * pitch * (HEAD_DIM * 4))
+        total = total + weight
+        s0, s1 = s0 + weight * v0, s1 + weight * v1
+        s2, s3 = s2 + weight * v2, s3 + weight * v3
+    head = row % num_heads
+    sink = ptx.global_load_f32(sinks.iterator.toint() + Int64(head) * 4)
+    joined = total + ptx.exp2(sink * Float32(LOG2_E) - origin)
+    gain = choose(total == Float32(0.0), Float32(0.0), out_scale / joined)
+    at = out.iterator.toint() + (Int64(row) * HEAD_DIM + Int64(tid) * 4) * 2
+    ptx.global_store_u32x2(
+        at, ptx.pack_bf16x2(s0 * gain, s1 * gain), ptx.pack_bf16x2(s2 * gain, s3 * gain)
+    )
+    if tid == 0:
+        value = (origin + ptx.log2(total)) * Float32(LN2)
+        ptx.global_store_f32(lse.iterator.toint() + Int64(row) * 4, value)
+
+
+@compiled_kernel
+def compile_sparse_attention(arch: str, shape: Shape) -> Any:
+    """Compile for an architecture and a static shape, from fake tensors; needs no GPU."""
+    tokens, heads = cute.sym_int64(), cute.sym_int64()
+    slot = Int64 if shape.slot_bytes == 8 else Int32
+
+    def tensor(dtype: Any, rank: int, align: int, unit: int = 1) -> Any:
+        """[..., last contiguous], every other stride a multiple of `unit`."""
+        sizes = tuple(cute.sym_int64() for _ in range(rank))
+        strides = (*(cute.sym_int64(divisibility=unit) for _ in range(rank - 1)), 1)
+        return make_fake_tensor(dtype, sizes, strides, assumed_align=align)
+
+    def compact(dtype: Any, sizes: tuple, align: int) -> Any:
+        order = tuple(reversed(range(len(sizes))))
+        return make_fake_compact_tensor(dtype, sizes, stride_order=order, assumed_align=align)
+
+    return compile_for(
+        arch,
+        SparseAttention(shape),
+        tensor(BFloat16, 3, 16, 8),
+        tensor(slot, 2, shape.slot_bytes),
+        tensor(slot, 2, shape.slot_bytes),
+        tensor(cutlass.Uint8, 2, 16, 16),
+        tensor(cutlass.Uint8, 2, 16, 16),
+        compact(Float32, (cute.sym_int64(),), 4),
+        compact(BFloat16, (tokens, heads, HEAD_DIM), 16),
+        compact(Float32, (tokens, heads), 4),
+        compact(Float32, (cute.sym_int64(), HEAD_DIM), 16),
+        compact(Float32, (cute.sym_int64(),), 4),
+        Int32(0),
+        Int32(0),
+        Int32(1),
+        Float32(1.0),
+        Float32(1.0),
+    )

@@ -1,0 +1,1 @@
+"""Token-level compression of KV (CSA, HCA, indexer keys) on a GPU."""

@@ -1,0 +1,1 @@
+"""Fused store of the window KV on a GPU."""

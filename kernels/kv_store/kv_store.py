@@ -1,0 +1,214 @@
+"""kv_store on a GPU: RMSNorm, RoPE, encode and paged insert of one latent per token, in one pass.
+
+One warp a token; lane l holds values 16 l .. 16 l + 15, which is one NVFP4 scale group (lanes 0-27)
+or eight RoPE pairs (lanes 28-31), so a group's maximum needs no exchange between lanes. An even
+lane takes its neighbour's 8 code bytes and stores 16; four scale bytes meet in one lane.
+
+Roofline, NVFP4 record, bf16 kv, a token: reads 1024 B of kv, 256 B of the RoPE table and 16 B of
+indices, writes 384 B; the 1-2 KB of norm weights stay in L1. 1680 B, so 4096 tokens are 6.9 MB.
+About 30 arithmetic instructions a value (14 of them encode e2m1, which sm_90 has no instruction
+for) are 0.06 G thread instructions at 4096 tokens, the same order as the memory time: neither
+hides a launch, and below about 2000 tokens the launch is all there is.
+
+Bits. All steps but one have the reference's rounding (`cute_math`), so the record is the
+reference's bit for bit whenever the mean square is. The sum of 512 squares is taken in another
+order: its relative difference is at most (16 + 5) * 2^-24 on either side, the factor
+(mean + eps)^-0.5 halves that, so latents agree to 2^-19 and only a value that close to a rounding
+boundary of its code or of its group's scale may take the neighbouring one.
+"""
+
+from typing import Any
+
+import torch
+from cutlass import Float32, Int32, Int64, Uint32, cute, range_constexpr
+from torch import Tensor
+
+from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
+from sglang_dsv4.errors import UnsupportedError
+from sglang_dsv4.kernels import cute_math as cm
+from sglang_dsv4.kernels.hardware import current_arch
+from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
+from sglang_dsv4.kernels.operands import (
+    VECTOR_BYTES,
+    aligned_rows,
+    fake_rows,
+    fake_vector,
+    index_vector,
+    require_rows,
+)
+
+HEAD_DIM = 512
+LANE = 16
+WARPS = 4
+
+
+class KvStore:
+    """The kernel for one record layout."""
+
+    def __init__(self, layout: RecordLayout) -> None:
+        self.layout = layout
+        self.nvfp4 = layout.format is KVFormat.NVFP4
+        self.first_rope_lane = layout.nope_dim // LANE
+
+    @cute.jit
+    def __call__(
+        self,
+        kv: cute.Tensor,
+        norm_weight: cute.Tensor,
+        positions: cute.Tensor,
+        table: cute.Tensor,
+        slots: cute.Tensor,
+        pool: cute.Tensor,
+        eps: Float32,
+        stream: Any,
+    ) -> None:
+        """Launch one warp a token."""
+        blocks = (cute.size(slots) + WARPS - 1) // WARPS
+        self.kernel(kv, norm_weight, positions, table, slots, pool, eps).launch(
+            grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+        )
+
+    @cute.kernel
+    def kernel(
+        self,
+        kv: cute.Tensor,
+        norm_weight: cute.Tensor,
+        positions: cute.Tensor,
+        table: cute.Tensor,
+        slots: cute.Tensor,
+        pool: cute.Tensor,
+        eps: Float32,
+    ) -> None:
+        """One token a warp."""
+        thread, _, _ = cute.arch.thread_idx()
+        block, _, _ = cute.arch.block_idx()
+        lane = thread % 32
+        token = block * WARPS + thread // 32
+        if token < cute.size(slots):
+            slot = slots[token]
+            position = positions[token]
+            row = cm.element_pointer(kv, Int64(token) * kv.stride[0] + lane * LANE, VECTOR_BYTES)
+            values = cm.load_float(row, LANE)
+            weight = cm.load_float(
+                cm.element_pointer(norm_weight, lane * LANE, VECTOR_BYTES), LANE
+            )
+            limit = Int64(pool.shape[0]) * self.layout.page_size
+            if slot >= Int64(0) and slot < limit:
+                mean = cm.lane_sum(cm.sum_of_squares(values), 32) * Float32(1.0 / HEAD_DIM)
+                factor = cm.rsqrt(cm.add_rn(mean, eps))
+                latent = cute.make_rmem_tensor(cute.make_layout(LANE), Float32)
+                for i in range_constexpr(LANE):
+                    latent[i] = cm.mul_rn(cm.mul_rn(values[i], factor), weight[i])
+                if lane >= self.first_rope_lane:
+                    self.rotate(latent, table, position, lane - self.first_rope_lane)
+                index = Int32(slot)
+                page = index // self.layout.page_size
+                base = Int64(page) * pool.stride[0]
+                self.store(latent, pool, base, index % self.layout.page_size, lane)
+
+    @cute.jit
+    def rotate(
+        self, latent: cute.Tensor, table: cute.Tensor, position: Int64, rope_lane: Int32
+    ) -> None:
+        """RoPE of one lane's eight pairs, in place."""
+        pairs = LANE // 2
+        offset = position * table.stride[0] + rope_lane * pairs
+        cos = cm.load_float(cm.element_pointer(table, offset, VECTOR_BYTES), pairs)
+        half = self.layout.rope_dim // 2
+        sin = cm.load_float(cm.element_pointer(table, offset + half, VECTOR_BYTES), pairs)
+        rotated = cm.rotate_pairs([latent[i] for i in range(LANE)], cos, sin, inverse=False)
+        for i in range_constexpr(LANE):
+            latent[i] = rotated[i]
+
+    @cute.jit
+    def store(
+        self, latent: cute.Tensor, pool: cute.Tensor, base: Int64, row: Int32, lane: Int32
+    ) -> None:
+        """Encode one lane's values and write them to row `row` of the page at byte `base`."""
+        values = [latent[i] for i in range(LANE)]
+        data = base + row * self.layout.data_bytes
+        pairs = [cm.bf16_pair(values[2 * i], values[2 * i + 1]) for i in range(LANE // 2)]
+        if self.nvfp4:
+            words, byte = cm.nvfp4_encode(values, cm.absolute_max(values))
+            others = [cute.arch.shuffle_sync_down(word, 1) for word in words]
+            scale = cm.select(lane < self.first_rope_lane, byte, Uint32(0)) << (8 * (lane % 4))
+            scale = scale | cute.arch.shuffle_sync_bfly(scale, 1)
+            scale = scale | cute.arch.shuffle_sync_bfly(scale, 2)
+            if lane < self.first_rope_lane:
+                if lane % 2 == 0:
+                    target = cm.element_pointer(pool, data + lane * (LANE // 2), VECTOR_BYTES)
+                    cm.store_vector(cm.words_of(target), [*words, *others])
+            else:
+                rope = data + self.layout.nope_bytes + (lane - self.first_rope_lane) * (2 * LANE)
+                target = cm.element_pointer(pool, rope, VECTOR_BYTES)
+                cm.store_vector(cm.words_of(target), pairs)
+            if lane % 4 == 0:
+                offset = base + self.layout.scale_offset(0) + row * self.layout.scale_bytes
+                target = cm.element_pointer(pool, offset + lane, 4)
+                cm.store_vector(cm.words_of(target), [scale])
+        else:
+            target = cm.element_pointer(pool, data + lane * (2 * LANE), VECTOR_BYTES)
+            cm.store_vector(cm.words_of(target), pairs)
+
+
+@compiled_kernel
+def compile_kv_store(
+    arch: str, kv_dtype: torch.dtype, weight_dtype: torch.dtype, layout: RecordLayout
+) -> Any:
+    """Compile for one architecture, input types and record layout; needs no GPU."""
+    return compile_for(
+        arch,
+        KvStore(layout),
+        fake_rows(kv_dtype, HEAD_DIM),
+        fake_vector(weight_dtype, HEAD_DIM),
+        fake_vector(torch.int64),
+        fake_rows(torch.float32, layout.rope_dim),
+        fake_vector(torch.int64),
+        fake_rows(torch.uint8, layout.page_bytes),
+        Float32(0.0),
+    )
+
+
+def kv_store(
+    kv: Tensor,
+    norm_weight: Tensor,
+    eps: float,
+    positions: Tensor,
+    table: Tensor,
+    slots: Tensor,
+    pool: Tensor,
+    layout: RecordLayout,
+) -> None:
+    """Weighted RMSNorm, RoPE of the last values, encode and insert: one token's window KV.
+
+    Args: kv bfloat16, float16 or float32 [T, 512], rows may be a slice of a wider projection;
+    norm_weight of such a type [512]; positions integer [T]; table float32 [max_position, 64];
+    slots integer [T], one outside the pool (-1) is skipped, none may repeat; pool uint8
+    [num_pages, >= page_bytes], pages 16-byte aligned. As `reference.kv_store.kv_store`.
+
+    Raises UnsupportedError for another width, ValueError for a pool that is not aligned.
+    """
+    check_record_layout(layout, kv.shape[-1])
+    require_rows(pool, VECTOR_BYTES)
+    if kv.shape[0] == 0:
+        return
+    kernel = compile_kv_store(current_arch(), kv.dtype, norm_weight.dtype, layout)
+    kernel(
+        aligned_rows(kv),
+        norm_weight,
+        index_vector(positions),
+        table,
+        index_vector(slots),
+        pool[:, : layout.page_bytes],
+        eps,
+    )
+
+
+def check_record_layout(layout: RecordLayout, width: int) -> None:
+    """Raises UnsupportedError unless records are 512 wide, NoPE and RoPE in whole lanes."""
+    if layout.head_dim != HEAD_DIM or width != HEAD_DIM or layout.nope_dim % (2 * LANE):
+        raise UnsupportedError(
+            f"Found latents of {width} values and a record of {layout.nope_dim} + "
+            f"{layout.rope_dim}, wanted 512 values with NoPE in multiples of {2 * LANE}: use the "
+            f"reference for other widths."
+        )

@@ -1,0 +1,1 @@
+"""Per-head query norm with RoPE, and the inverse RoPE of attention outputs, on a GPU."""
