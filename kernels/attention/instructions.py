@@ -275,6 +275,15 @@ def global_store_f32(address: Int64, a: Float32, *, loc: Any = None, ip: Any = N
 
 
 @dsl_user_op
+def global_store_f32_if(
+    condition: Any, address: Int64, a: Float32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Store one float32 where the condition holds."""
+    text = "{.reg .pred p; setp.ne.b32 p, $0, 0; @p st.global.f32 [$1], $2;}"
+    _asm([], [Int32(condition), address, a], text, "r,l,f" + _MEMORY, True, loc, ip)
+
+
+@dsl_user_op
 def copy_async_16(
     shared: Int32, address: Int64, size: Int32, *, loc: Any = None, ip: Any = None
 ) -> None:

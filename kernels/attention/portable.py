@@ -488,8 +488,7 @@ class SparseAttention:
             ptx.shared_store_u32(
                 place + 4 * i, ptx.pack_bf16x2(weight[2 * i], weight[2 * i + 1])
             )
-        if part == 0:
-            ptx.shared_store_f32(self.gains + head * 4, gain)
+        ptx.shared_store_f32(self.gains + head * 4, gain)
         return top, total
 
     def accumulate(self, summed: Any, buffer: Int32) -> None:
@@ -535,27 +534,25 @@ class SparseAttention:
         out_scale: Float32,
     ) -> None:
         """Last factor of each head's sums to shared memory, its log-sum-exp to global memory."""
-        local, part = self.tid // self.lanes_per_head, self.tid % self.lanes_per_head
+        local = self.tid // self.lanes_per_head
         head = first_head + local
         num_heads = lse.shape[1]
-        if part == 0:
-            origin = choose(peak == Float32(-Float32.inf), Float32(0.0), peak)
-            log_sum = origin + ptx.log2(total)
-            empty = total == Float32(0.0)
-            gain = Float32(1.0) / total
-            if head < num_heads:
-                if splits == 1:
-                    at = Int64(token * num_heads + head) * 4
-                    ptx.global_store_f32(lse.iterator.toint() + at, log_sum * Float32(LN2))
-                    sink = ptx.global_load_f32(sinks.iterator.toint() + Int64(head) * 4)
-                    joined = total + ptx.exp2(sink * Float32(LOG2_E) - origin)
-                    gain = out_scale / joined
-                else:
-                    row = split * Int32(lse.shape[0]) + token
-                    at = (Int64(row) * num_heads + head) * 4
-                    ptx.global_store_f32(part_lse.iterator.toint() + at, log_sum)
-            gain = choose(empty, Float32(0.0), gain)
-            ptx.shared_store_f32(self.gains + local * 4, gain)
+        present = head < num_heads
+        origin = choose(peak == Float32(-Float32.inf), Float32(0.0), peak)
+        log_sum = origin + ptx.log2(total)
+        gain = Float32(1.0) / total
+        if splits == 1:
+            at = (Int64(token) * num_heads + head) * 4
+            ptx.global_store_f32_if(present, lse.iterator.toint() + at, log_sum * Float32(LN2))
+            sink_at = Int64(choose(present, head, first_head)) * 4
+            sink = ptx.global_load_f32(sinks.iterator.toint() + sink_at)
+            gain = out_scale / (total + ptx.exp2(sink * Float32(LOG2_E) - origin))
+        else:
+            row = split * Int32(lse.shape[0]) + token
+            at = (Int64(row) * num_heads + head) * 4
+            ptx.global_store_f32_if(present, part_lse.iterator.toint() + at, log_sum)
+        gain = choose(total == Float32(0.0), Float32(0.0), gain)
+        ptx.shared_store_f32(self.gains + local * 4, gain)
 
     def staged(self, head: Int32, dim: Int32) -> Int32:
         """Where a float32 of the output waits: rows of 512, turned so that banks differ."""
@@ -588,8 +585,8 @@ class SparseAttention:
     ) -> None:
         """The staged tile to global memory: bf16 of the output, or float32 of one split."""
         for i in cutlass.range_constexpr(self.heads // 4):
-            local = i * 4 + self.tid // 64
-            dim = (self.tid % 64) * 8
+            local = i * 4 + self.warp // 2
+            dim = ((self.warp % 2) * 32 + self.lane) * 8
             head = first_head + local
             if head < num_heads:
                 place = self.staged(local, dim)

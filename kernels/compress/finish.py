@@ -7,7 +7,7 @@ an indexer key) and the four scale bytes of a word never cross a warp.
 
 from typing import Any
 
-from cutlass import Float32, Int32, Int64, Uint32, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from sglang_dsv4.cache.kv_layout import IndexerLayout, KVFormat, RecordLayout
 from sglang_dsv4.kernels import cute_math as cm
@@ -63,12 +63,12 @@ class Finish:
         row = index % self.layout.page_size
         data = base + row * self.layout.data_bytes
         scale = base + self.layout.scale_offset(0) + row * self.layout.scale_bytes
-        if self.indexer:
+        if const_expr(self.indexer):
             values = _hadamard(values, channel_lane, self.width)
-        if not self.quantised:
+        if const_expr(not self.quantised):
             if writes:
                 self.store_bf16(values, pool, data + channel_lane * (2 * LANE))
-        elif self.indexer:
+        elif const_expr(self.indexer):
             self.store_key(values, pool, data, scale, channel_lane, writes)
         else:
             self.store_record(values, pool, data, scale, channel_lane, writes)

@@ -20,7 +20,7 @@ Padding windows (slot -1) read nothing but their slot.
 from typing import Any
 
 import torch
-from cutlass import Float32, Int32, Int64, cute, memory, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, cute, memory, range_constexpr
 
 from sglang_dsv4.cache.kv_layout import IndexerLayout, RecordLayout
 from sglang_dsv4.kernels import cute_math as cm
@@ -117,7 +117,7 @@ class OverlapWindows:
         slot = slots[window]
         writes = (wanted <= last) & is_stored(slot, pool, self.page_size)
         works = writes
-        if self.windows > 1:
+        if const_expr(self.windows > 1):
             works = cute.arch.vote_any_sync(writes)
         if works:
             sums = empty_sums()
@@ -127,7 +127,7 @@ class OverlapWindows:
                 self.candidates.add_chunk(sums, kv, gate, bias, state, rows, channel, Int32(0))
             means = weighted_means(sums)
             square_sum = cm.lane_sum(cm.sum_of_squares(means), min(self.lanes, 32))
-            if self.windows == 1:
+            if const_expr(self.windows == 1):
                 if thread % 32 == 0:
                     partial[thread // 32] = square_sum
                 cute.arch.sync_threads()

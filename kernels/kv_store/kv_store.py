@@ -20,7 +20,7 @@ boundary of its code or of its group's scale may take the neighbouring one.
 from typing import Any
 
 import torch
-from cutlass import Float32, Int32, Int64, Uint32, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 from torch import Tensor
 
 from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
@@ -128,7 +128,7 @@ class KvStore:
         values = [latent[i] for i in range(LANE)]
         data = base + row * self.layout.data_bytes
         pairs = [cm.bf16_pair(values[2 * i], values[2 * i + 1]) for i in range(LANE // 2)]
-        if self.nvfp4:
+        if const_expr(self.nvfp4):
             words, byte = cm.nvfp4_encode(values, cm.absolute_max(values))
             others = [cute.arch.shuffle_sync_down(word, 1) for word in words]
             scale = cm.select(lane < self.first_rope_lane, byte, Uint32(0)) << (8 * (lane % 4))

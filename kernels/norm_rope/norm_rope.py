@@ -15,7 +15,7 @@ Bits: all steps but the order of the sum of squares have the reference's roundin
 from typing import Any
 
 import torch
-from cutlass import Float32, Int32, Int64, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, const_expr, cute, range_constexpr
 from torch import Tensor
 
 from sglang_dsv4.errors import UnsupportedError
@@ -124,7 +124,7 @@ class NormRope:
         lane: Int32,
     ) -> None:
         """Norm, rotate and store one head."""
-        if self.normalise:
+        if const_expr(self.normalise):
             total = cm.lane_sum(cm.sum_of_squares([values[i] for i in range(2 * LANE)]), 32)
             factor = cm.rsqrt(cm.add_rn(total * Float32(1.0 / HEAD_DIM), eps))
             for i in range_constexpr(2 * LANE):

@@ -158,13 +158,11 @@ def test_capacity_in_the_log_is_what_the_buffers_hold(server):
     pools = pool_lines(server.log.read_text())
     tokens = MAX_TOTAL_TOKENS
     window_tokens = int(tokens * 0.1) // 256 * 256
-    # layers: 6 with a window, 2 CSA, 3 HCA; one dummy page of 256 tokens in each pool
+    # Layers: 6 with a window, 2 CSA, 3 HCA. Each pool has one dummy page of 256 slots beside.
     assert pools["window"] == (window_tokens, window_tokens, 6 * (window_tokens + 256) * 384)
-    assert pools["c4"] == (tokens // 4, tokens, 2 * (tokens // 4 + 64) * 384)
-    c128_pages = -(-(tokens // 128 + 256) // 2)
-    assert pools["c128"] == (tokens // 128, tokens, 3 * c128_pages * 2 * 384)
-    key_pages = -(-(tokens // 4 + 256) // 64)
-    assert pools["indexer"] == (tokens // 4, tokens, 2 * key_pages * 64 * 68)
+    assert pools["c4"] == (tokens // 4, tokens, 2 * (tokens // 4 + 256) * 384)
+    assert pools["c128"] == (tokens // 128, tokens, 3 * (tokens // 128 + 256) * 384)
+    assert pools["indexer"] == (tokens // 4, tokens, 2 * (tokens // 4 + 256) * 68)
     total = [line for line in server.log.read_text().splitlines() if "KV pools (nvfp4)" in line]
     assert f" {tokens} tokens of context" in total[0]
 
