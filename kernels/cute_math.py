@@ -63,19 +63,19 @@ def words_of(pointer: cute.Pointer) -> cute.Pointer:
 
 
 def load_words_if(
-    condition: Any, pointer: cute.Pointer, otherwise: Uint32
+    condition: Any, pointer: cute.Pointer, otherwise: Sequence[Uint32]
 ) -> tuple[Uint32, Uint32, Uint32, Uint32]:
-    """16 bytes that no one writes during the kernel, or four times `otherwise`, without a branch.
+    """16 bytes that no one writes during the kernel, or the four words `otherwise`, branch-free.
 
     The line is not kept in L1: each byte is read once. The pointer is not followed when the
     condition is false.
     """
     return cute.arch.inline_ptx(
         "{.reg .pred wanted; setp.ne.b32 wanted, {$r1}, 0;"
-        " mov.b32 {$w0}, {$r2}; mov.b32 {$w1}, {$r2}; mov.b32 {$w2}, {$r2}; mov.b32 {$w3}, {$r2};"
+        " mov.b32 {$w0}, {$r2}; mov.b32 {$w1}, {$r3}; mov.b32 {$w2}, {$r4}; mov.b32 {$w3}, {$r5};"
         " @wanted ld.global.nc.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];}",
         write_only_types=[Uint32] * 4,
-        read_only_args=[pointer, Int32(condition), otherwise],
+        read_only_args=[pointer, Int32(condition), *otherwise],
     )
 
 

@@ -1,6 +1,6 @@
 """What the kernels need to know of a GPU: its architecture name and its number of SMs."""
 
-from functools import lru_cache
+from functools import cache
 
 import torch
 
@@ -35,8 +35,8 @@ def arch_of(capability: tuple[int, int]) -> str:
     if arch is None:
         known = ", ".join(f"{major}.{minor}" for major, minor in ARCHS)
         raise UnsupportedError(
-            f"The GPU has compute capability {capability[0]}.{capability[1]}, wanted one of {known}:"
-            f" run on such a GPU, or on a CPU with --device cpu."
+            f"The GPU has compute capability {capability[0]}.{capability[1]}, wanted one of "
+            f"{known}: run on such a GPU, or on a CPU with --device cpu."
         )
     return arch
 
@@ -55,12 +55,12 @@ def current_arch() -> str:
     return _arch_of_device(torch.cuda.current_device())
 
 
-@lru_cache(maxsize=None)
+@cache
 def _arch_of_device(index: int) -> str:
     return arch_of(torch.cuda.get_device_capability(index))
 
 
-@lru_cache(maxsize=None)
+@cache
 def num_sms(index: int) -> int:
     """Streaming multiprocessors of CUDA device ``index``."""
     return torch.cuda.get_device_properties(index).multi_processor_count

@@ -9,6 +9,7 @@ from sglang.srt.arg_groups.model_override_base import (
     register_model_override,
     resolving_view,
 )
+from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from sglang_dsv4.attention.backend import BACKEND_NAME
@@ -51,6 +52,19 @@ def attention_backend_override(server_args: Any, hf_config: Any) -> dict[str, An
     return {"attention_backend": BACKEND_NAME} if serves(hf_config) else {}
 
 
+def load_one_shard_at_a_time(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """Stock reads up to nine shards at once; memory shall stay at the weights and one shard.
+
+    A ``--model-loader-extra-config`` of the user's is left as it is.
+    """
+    previous(server_args)
+    if resolving_view(server_args).model_loader_extra_config == "{}" and serves(
+        model_config_of(server_args).hf_config
+    ):
+        extra = '{"enable_multithread_load": false}'
+        declare_resolution(server_args, "sglang_dsv4", model_loader_extra_config=extra)
+
+
 def register_overrides() -> None:
     """Register at SGLang's own extension points; the last declaration counts. Idempotent."""
     if attention_backend_override in _MODEL_OVERRIDE_FNS.get(ARCHITECTURE, ()):
@@ -58,6 +72,7 @@ def register_overrides() -> None:
     register_model_override(ARCHITECTURE)(attention_backend_override)
     for step in ("handle_nvfp4_prefill_kv_dequant_dtype", "handle_kv4_compatibility"):
         register_resolution_hook(step)(skip_nvfp4_rules)
+    register_resolution_hook("handle_load_format")(load_one_shard_at_a_time)
 
 
 PATCHES = (

@@ -8,7 +8,6 @@ import argparse
 import os
 import sys
 import tempfile
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from sglang_dsv4 import envs, preflight
@@ -38,9 +37,10 @@ def main(argv: list[str] | None = None) -> int:
     argv = sys.argv[1:] if argv is None else argv
     for name, value in ENVIRONMENT.items():
         os.environ.setdefault(name, value)
-    with tempfile.TemporaryDirectory(prefix="sglang_dsv4-") as folder:
-        sentence = Path(folder, "sentence")
-        os.environ[envs.FAILURE_FILE.name] = str(sentence)
+    # A file without a name, since a server that is told to stop kills itself and cleans nothing up;
+    # its descriptor has a path as long as this process lives.
+    with tempfile.TemporaryFile("w+", encoding="utf-8") as sentence:
+        os.environ[envs.FAILURE_FILE.name] = f"/proc/{os.getpid()}/fd/{sentence.fileno()}"
         try:
             _serve(argv)
         except Dsv4Error as error:
@@ -49,10 +49,13 @@ def main(argv: list[str] | None = None) -> int:
         except Exception:
             # A scheduler that stopped with a sentence has closed its pipe, which SGLang raises
             # as an error of its own; the sentence is what the user needs.
-            if not sentence.is_file():
+            text = sentence.read()
+            if not text:
                 raise
-            print(sentence.read_text(encoding="utf-8"), end="", file=sys.stderr, flush=True)
+            print(text, end="", file=sys.stderr, flush=True)
             return EXIT_STATUS
+        finally:
+            del os.environ[envs.FAILURE_FILE.name]
     return 0
 
 

@@ -14,11 +14,15 @@ import tempfile
 from collections.abc import Callable, Sequence
 from functools import lru_cache
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 import numpy as np
 import torch
 from safetensors import safe_open
 from torch import Tensor
+
+if TYPE_CHECKING:
+    from transformers import PreTrainedModel
 
 REPO = Path(__file__).resolve().parents[1]
 MODEL_DIR = REPO / "sglang_dsv4" / "demo" / "dsv4-tiny-nvfp4"
@@ -111,7 +115,7 @@ FP32_PARAMETERS = ("_hc.", ".hc_head.", ".sinks", ".position_bias", ".e_score_co
 
 
 @lru_cache(maxsize=2)
-def load_oracle(dtype: torch.dtype = torch.float32) -> torch.nn.Module:
+def load_oracle(dtype: torch.dtype = torch.float32) -> "PreTrainedModel":
     """Stock ``DeepseekV4ForCausalLM`` with the demo checkpoint's dequantised weights, in eval mode.
 
     The dequantised weights are rounded to bfloat16, the dtype of the checkpoint's other matrices,

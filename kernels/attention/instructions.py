@@ -73,7 +73,7 @@ def mma_bf16(a: Any, b: Any, c: Any, *, loc: Any = None, ip: Any = None) -> Any:
 
 @dsl_user_op
 def ldmatrix_x4(address: Int32, *, loc: Any = None, ip: Any = None) -> Any:
-    """Four 8x8 matrices of 16-bit elements; lane l gives the address of row l % 8 of matrix l / 8."""
+    """Four 8x8 matrices of 16-bit values; lane l gives the address of row l % 8 of matrix l / 8."""
     return _asm(
         [Uint32] * 4,
         [address],
@@ -245,9 +245,7 @@ def global_store_u32x4(
 
 
 @dsl_user_op
-def global_store_u32x2(
-    address: Int64, a: Any, b: Any, *, loc: Any = None, ip: Any = None
-) -> None:
+def global_store_u32x2(address: Int64, a: Any, b: Any, *, loc: Any = None, ip: Any = None) -> None:
     """Store two 32-bit registers at an 8-byte aligned global address."""
     _asm([], [address, a, b], "st.global.v2.b32 [$0], {$1,$2};", "l,r,r" + _MEMORY, True, loc, ip)
 
@@ -297,6 +295,12 @@ def copy_async_16(
         loc,
         ip,
     )
+
+
+@dsl_user_op
+def opaque(x: Int32, *, loc: Any = None, ip: Any = None) -> Int32:
+    """x, as a value that the compiler cannot move out of a loop with all that follows from it."""
+    return _asm([Int32], [x], "mov.b32 $0, $1;", "=r,r", True, loc, ip)
 
 
 @dsl_user_op

@@ -193,10 +193,7 @@ class SparseAttention:
         block, split, _ = cute.arch.block_idx()
         _, splits, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
-        lane = tid % 32
-        self.tid, self.lane, self.warp = tid, lane, warp
-        self.group, self.quad = lane // 4, lane % 4
-        self.quarter, self.half = warp % 4, warp // 4
+        self.warp, self.quarter, self.half = warp, warp % 4, warp // 4
         token = block // head_tiles
         first_head = (block - token * head_tiles) * self.heads
         num_heads = out.shape[1]
@@ -208,6 +205,8 @@ class SparseAttention:
         self.scores = self.rope + 2 * ROPE_TILE
         self.weights = self.scores + 4 * self.heads * SCORE_ROW
         self.gains = self.weights + self.heads * WEIGHT_ROW
+
+        self.locate(tid)
 
         window_tiles = (num_window + TILE - 1) // TILE
         num_tiles = window_tiles + (num_comp + TILE - 1) // TILE
@@ -229,7 +228,8 @@ class SparseAttention:
 
         words = cute.make_rmem_tensor(16, Uint32)
         scales = cute.make_rmem_tensor(4, Uint32)
-        current = cute.make_rmem_tensor(4, Int32)
+        listed = cute.make_rmem_tensor(1, Uint32)
+        sums = cute.make_rmem_tensor(4 * self.blocks, Float32)
         upcoming = cute.make_rmem_tensor(4, Int32)
         summed = cute.make_rmem_tensor(16 * self.blocks, Float32)
         for i in cutlass.range_constexpr(16 * self.blocks):
@@ -240,21 +240,20 @@ class SparseAttention:
         limits = (token, num_window, num_comp, window_tiles)
 
         self.fetch_slots(lists, limits, first, upcoming)
-        self.fetch_records(lists, limits, first, Int32(0), upcoming, current, words, scales)
+        self.fetch_records(lists, limits, first, Int32(0), upcoming, listed, words, scales)
         if first + 1 < last:
             self.fetch_slots(lists, limits, first + 1, upcoming)
 
         for tile in cutlass.range(first, last):
+            self.locate(ptx.opaque(tid))
             buffer = (tile - first) & 1
-            if self.quarter < 3:
-                self.scores_nope(words, scales, current, query)
-            else:
-                cute.arch.cp_async_wait_group(0)
-                cute.arch.sync_warp()
-                self.scores_rope(words, scales, current, query, buffer)
+            cute.arch.cp_async_wait_group(0)
+            cute.arch.sync_warp()
+            for m in cutlass.range_constexpr(2):
+                self.score_keys(m, words, scales, listed[0], query, sums, buffer)
             if tile + 1 < last:
                 self.fetch_records(
-                    lists, limits, tile + 1, 1 - buffer, upcoming, current, words, scales
+                    lists, limits, tile + 1, 1 - buffer, upcoming, listed, words, scales
                 )
                 if tile + 2 < last:
                     self.fetch_slots(lists, limits, tile + 2, upcoming)
@@ -264,9 +263,12 @@ class SparseAttention:
             self.accumulate(summed, buffer)
             cute.arch.sync_threads()
 
+        self.locate(tid)
         for step in cutlass.range_constexpr(self.lanes_per_head.bit_length() - 1):
             total = total + ptx.shuffle_xor(total, 1 << step)
-        self.write_gain(peak, total, first_head, token, split, splits, sinks, lse, part_lse, out_scale)
+        self.write_gain(
+            peak, total, first_head, token, split, splits, sinks, lse, part_lse, out_scale
+        )
         cute.arch.sync_threads()
         self.stage_output(summed)
         cute.arch.sync_threads()
@@ -275,6 +277,21 @@ class SparseAttention:
         else:
             tokens = Int32(out.shape[0])
             self.write_output(part_out, first_head, num_heads, split * tokens + token, False)
+
+    def locate(self, tid: Int32) -> None:
+        """What follows from the thread's index; computed anew for each tile, not kept in registers.
+
+        A thread stores its dequantised words in a 128-byte segment of a row, in 16-byte units
+        turned by key and segment so that these stores and the transposed loads each touch every
+        bank once.
+        """
+        self.tid, self.lane = tid, tid % 32
+        self.group, self.quad = self.lane // 4, self.lane % 4
+        high = self.quad // 2
+        last = self.quarter == 3
+        self.segment = self.nope + choose(last, Int32(768), (2 * self.quarter + high) * 128)
+        turned = 4 * (self.quad % 2) ^ 2 * high
+        self.flip = self.group ^ choose(last, 2 * self.quad, turned)
 
     def load_query_nope(
         self, query: Any, n: int, start: Int64, dim: Int32, mask: Uint32, count: int
@@ -331,7 +348,7 @@ class SparseAttention:
         tile: Int32,
         buffer: Int32,
         upcoming: Any,
-        current: Any,
+        listed: Any,
         words: Any,
         scales: Any,
     ) -> None:
@@ -343,9 +360,10 @@ class SparseAttention:
         window_shift = self.shape.window_page.bit_length() - 1
         comp_shift = self.shape.comp_page.bit_length() - 1
         shift = choose(windowed, Int32(window_shift), Int32(comp_shift))
+        bits = Uint32(0)
         for r in range(4):
             slot = upcoming[r]
-            current[r] = slot
+            bits = bits | choose(slot >= 0, Uint32(1 << r), Uint32(0))
             safe = choose(slot >= 0, slot, Int32(0))
             page = safe >> shift
             in_page = safe - (page << shift)
@@ -353,6 +371,7 @@ class SparseAttention:
             data = record + Int64(in_page * DATA_BYTES)
             scale = record + Int64((Int32(DATA_BYTES) << shift) + in_page * SCALE_BYTES)
             self.fetch_record(r, slot, buffer, data, scale, words, scales)
+        listed[0] = bits
         cute.arch.cp_async_commit_group()
 
     @cute.jit
@@ -384,76 +403,80 @@ class SparseAttention:
                 place = line + (unit ^ self.group) * 16
                 ptx.copy_async_16(place, data + Int64(ROPE_OFFSET + unit * 16), size)
 
-    def multipliers(self, scales: Any, current: Any, r: int) -> list[Uint32]:
-        """Scale pairs of row r; a key without slot gets scale 0, so that its values are 0."""
-        return scale_pairs(choose(current[r] >= 0, scales[r], Uint32(0)))
-
-    def scores_nope(self, words: Any, scales: Any, current: Any, query: Any) -> None:
-        """Quarters 0..2: dequantise 128 dims of 32 keys, store them, multiply them with Q."""
-        for m in range(2):
-            sums = [[Float32(0.0)] * 4 for _ in range(self.blocks)]
-            pair = [self.multipliers(scales, current, 2 * m + x) for x in range(2)]
-            segment = self.nope + (2 * self.quarter + self.quad // 2) * 128
-            for i in range(4):
-                unit = (4 * (self.quad % 2) + i) ^ self.group ^ (2 * (self.quad // 2))
-                values = []
-                for x in range(2):
-                    values.append(unpack8(words[4 * (2 * m + x) + i], pair[x][i // 2]))
-                    line = segment + self.key_of(2 * m + x) * NOPE_ROW
-                    ptx.shared_store_x4(line + unit * 16, *values[x])
-                self.multiply(values, 2 * i, query, sums)
-            self.store_scores(m, sums, current)
-
-    def scores_rope(
-        self, words: Any, scales: Any, current: Any, query: Any, buffer: Int32
+    @cute.jit
+    def score_keys(
+        self,
+        m: cutlass.Constexpr,
+        words: cute.Tensor,
+        scales: cute.Tensor,
+        listed: Uint32,
+        query: cute.Tensor,
+        sums: cute.Tensor,
+        buffer: Int32,
     ) -> None:
-        """Quarter 3: as `scores_nope` for NoPE dims 384..447, then the RoPE dims."""
-        odd = Uint32(8) * Uint32(self.quad % 2)
-        for m in range(2):
-            sums = [[Float32(0.0)] * 4 for _ in range(self.blocks)]
-            pair = [
-                scale_pairs(
-                    choose(current[2 * m + x] >= 0, scales[2 * m + x] >> odd, Uint32(0))
-                    & Uint32(0xFF)
-                )
-                for x in range(2)
-            ]
-            for i in range(2):
-                unit = (2 * self.quad + i) ^ self.group
-                values = []
-                for x in range(2):
-                    values.append(unpack8(words[4 * (2 * m + x) + i], pair[x][0]))
-                    line = self.nope + self.key_of(2 * m + x) * NOPE_ROW
-                    ptx.shared_store_x4(line + 768 + unit * 16, *values[x])
-                self.multiply(values, 2 * i, query, sums)
-            row, matrix = self.lane % 8, self.lane // 8
-            key = self.half * 32 + m * 16 + row + 8 * (matrix % 2)
-            line = self.rope + buffer * ROPE_TILE + key * ROPE_ROW
-            for s in range(4):
-                a = ptx.ldmatrix_x4(line + ((2 * s + matrix // 2) ^ row) * 16)
-                for n in range(self.blocks):
-                    at = ((4 + s) * self.blocks + n) * 2
-                    sums[n] = ptx.mma_bf16(a, (query[at], query[at + 1]), sums[n])
-            self.store_scores(m, sums, current)
+        """Rows 2m and 2m + 1: dequantise this quarter's dims, store them, multiply them with Q.
 
-    def multiply(self, values: Any, step: int, query: Any, sums: Any) -> None:
-        """Two products over the eight dims of a word of rows g and g + 8."""
+        The first two words of a thread are NoPE in every quarter. The scale of a key without slot
+        is taken as 0, so that its values are 0.
+        """
+        last = self.quarter == 3
+        pairs = []
+        for x in cutlass.range_constexpr(2):
+            r = 2 * m + x
+            both = choose((listed & Uint32(1 << r)) != Uint32(0), scales[r], Uint32(0))
+            pair = scale_pairs(both)
+            pairs.append((choose(last & (self.quad % 2 == 1), pair[1], pair[0]), pair[1]))
+        for i in cutlass.range_constexpr(4 * self.blocks):
+            sums[i] = Float32(0.0)
+        for i in cutlass.range_constexpr(2):
+            self.score_word(m, i, words, (pairs[0][0], pairs[1][0]), query, sums)
+        if self.quarter < 3:
+            for i in cutlass.range_constexpr(2, 4):
+                self.score_word(m, i, words, (pairs[0][1], pairs[1][1]), query, sums)
+        else:
+            self.score_rope(m, query, sums, buffer)
+        self.store_scores(m, sums, listed)
+
+    def score_word(
+        self, m: int, i: int, words: Any, pairs: Any, query: Any, sums: Any
+    ) -> None:
+        """Eight dims (word i) of two keys: into the value tile, and two products with Q."""
+        values = []
+        for x in range(2):
+            values.append(unpack8(words[4 * (2 * m + x) + i], pairs[x]))
+            line = self.segment + self.key_of(2 * m + x) * NOPE_ROW
+            ptx.shared_store_x4(line + (self.flip ^ i) * 16, *values[x])
         low, high = values
         for u in range(2):
             a = (low[2 * u], high[2 * u], low[2 * u + 1], high[2 * u + 1])
-            for n in range(self.blocks):
-                at = ((step + u) * self.blocks + n) * 2
-                sums[n] = ptx.mma_bf16(a, (query[at], query[at + 1]), sums[n])
+            self.multiply(a, 2 * i + u, query, sums)
 
-    def store_scores(self, m: int, sums: Any, current: Any) -> None:
+    def score_rope(self, m: int, query: Any, sums: Any, buffer: Int32) -> None:
+        """Four products over the RoPE dims of 16 keys, from shared memory."""
+        row, matrix = self.lane % 8, self.lane // 8
+        key = self.half * 32 + m * 16 + row + 8 * (matrix % 2)
+        line = self.rope + buffer * ROPE_TILE + key * ROPE_ROW
+        for s in range(4):
+            a = ptx.ldmatrix_x4(line + ((2 * s + matrix // 2) ^ row) * 16)
+            self.multiply(a, 4 + s, query, sums)
+
+    def multiply(self, a: Any, step: int, query: Any, sums: Any) -> None:
+        """One product of 16 keys and 16 dims with every block of eight heads."""
+        for n in range(self.blocks):
+            at = (step * self.blocks + n) * 2
+            old = [sums[4 * n + c] for c in range(4)]
+            for c, value in enumerate(ptx.mma_bf16(a, (query[at], query[at + 1]), old)):
+                sums[4 * n + c] = value
+
+    def store_scores(self, m: int, sums: Any, bits: Uint32) -> None:
         """This quarter's part of S^T for 16 keys; -inf for a key without slot."""
         for n in range(self.blocks):
             for x in range(2):
-                listed = current[2 * m + x] >= 0
+                listed = (bits & Uint32(1 << (2 * m + x))) != Uint32(0)
                 for y in range(2):
                     head = self.quarter * self.heads + n * 8 + 2 * self.quad + y
                     place = self.scores + head * SCORE_ROW + self.key_of(2 * m + x) * 4
-                    value = choose(listed, sums[n][2 * x + y], Float32(-Float32.inf))
+                    value = choose(listed, sums[4 * n + 2 * x + y], Float32(-Float32.inf))
                     ptx.shared_store_f32(place, value)
 
     @cute.jit
@@ -485,9 +508,7 @@ class SparseAttention:
             total = total + w
         place = self.weights + head * WEIGHT_ROW + part * (2 * self.keys_per_lane)
         for i in cutlass.range_constexpr(self.keys_per_lane // 2):
-            ptx.shared_store_u32(
-                place + 4 * i, ptx.pack_bf16x2(weight[2 * i], weight[2 * i + 1])
-            )
+            ptx.shared_store_u32(place + 4 * i, ptx.pack_bf16x2(weight[2 * i], weight[2 * i + 1]))
         ptx.shared_store_f32(self.gains + head * 4, gain)
         return top, total
 
@@ -570,9 +591,7 @@ class SparseAttention:
                 for c in range(4):
                     head = n * 8 + 2 * self.quad + c % 2
                     value = summed[(m * self.blocks + n) * 4 + c] * (gains[c % 2] * unit)
-                    ptx.shared_store_f32(
-                        self.staged(head, dim + m * 16 + 8 * (c // 2)), value
-                    )
+                    ptx.shared_store_f32(self.staged(head, dim + m * 16 + 8 * (c // 2)), value)
 
     @cute.jit
     def write_output(
@@ -594,9 +613,7 @@ class SparseAttention:
                 high = ptx.shared_load_f32x4(place + 16)
                 at = (Int64(row) * num_heads + head) * HEAD_DIM + Int64(dim)
                 if cutlass.const_expr(final):
-                    packed = [
-                        ptx.pack_bf16x2(v[j], v[j + 1]) for v in (low, high) for j in (0, 2)
-                    ]
+                    packed = [ptx.pack_bf16x2(v[j], v[j + 1]) for v in (low, high) for j in (0, 2)]
                     ptx.global_store_u32x4(target.iterator.toint() + at * 2, *packed)
                 else:
                     ptx.global_store_f32x4(target.iterator.toint() + at * 4, *low)
@@ -640,9 +657,8 @@ def combine(
     ptx.global_store_u32x2(
         at, ptx.pack_bf16x2(s0 * gain, s1 * gain), ptx.pack_bf16x2(s2 * gain, s3 * gain)
     )
-    if tid == 0:
-        value = (origin + ptx.log2(total)) * Float32(LN2)
-        ptx.global_store_f32(lse.iterator.toint() + Int64(row) * 4, value)
+    value = (origin + ptx.log2(total)) * Float32(LN2)
+    ptx.global_store_f32_if(tid == 0, lse.iterator.toint() + Int64(row) * 4, value)
 
 
 @compiled_kernel

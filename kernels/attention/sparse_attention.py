@@ -1,4 +1,4 @@
-"""Sparse attention on a GPU: the public operation, its checks, and the choice of tile and splits."""
+"""Sparse attention on a GPU: the public operation, its checks, the choice of tile and splits."""
 
 import math
 from dataclasses import dataclass

@@ -33,17 +33,29 @@ def empty_sums() -> cute.Tensor:
     return sums
 
 
-def _read(
+def _read_batch(
     condition: Any, tensor: cute.Tensor, offset: Int64, dtype: torch.dtype, absent: int
 ) -> list[Float32]:
     """LANE values at an element offset, or those of the word `absent`, as float32."""
     per_load = VECTOR_BYTES // dtype.itemsize
-    values = []
+    values: list[Float32] = []
     for start in range(0, LANE, per_load):
         pointer = cm.element_pointer(tensor, offset + start, VECTOR_BYTES)
-        words = cm.load_words_if(condition, pointer, Uint32(absent))
+        words = cm.load_words_if(condition, pointer, [Uint32(absent)] * 4)
         for word in words:
-            values += cm.bf16_values(word) if per_load == 8 else [word.bitcast(Float32)]
+            values += cm.bf16_values(word) if per_load == LANE else [word.bitcast(Float32)]
+    return values
+
+
+def _read_state(
+    condition: Any, state: cute.Tensor, offset: Int64, otherwise: list[Float32]
+) -> list[Float32]:
+    """LANE values of the state at an element offset, or `otherwise`."""
+    values: list[Float32] = []
+    for start in range(0, LANE, 4):
+        pointer = cm.element_pointer(state, offset + start, VECTOR_BYTES)
+        kept = [value.bitcast(Uint32) for value in otherwise[start : start + 4]]
+        values += [word.bitcast(Float32) for word in cm.load_words_if(condition, pointer, kept)]
     return values
 
 
@@ -79,8 +91,10 @@ class Candidates:
             in_batch = (row >= Int64(0)) & (row < tokens)
             from_state = from_state | Int32(row >= tokens)
             absent = _MINUS_INFINITY[self.dtype]
-            found = _read(in_batch, kv, row * kv.stride[0] + channel, self.dtype, 0)
-            other = _read(in_batch, gate, row * gate.stride[0] + channel, self.dtype, absent)
+            offset = row * kv.stride[0] + channel
+            found = _read_batch(in_batch, kv, offset, self.dtype, 0)
+            offset = row * gate.stride[0] + channel
+            other = _read_batch(in_batch, gate, offset, self.dtype, absent)
             place = (bias_row + j) * self.width + channel
             added = cm.load_float(cm.element_pointer(bias, place, VECTOR_BYTES), LANE)
             for i in range_constexpr(LANE):
@@ -91,11 +105,12 @@ class Candidates:
                 row = sources[j] - tokens
                 waits = row >= Int64(0)
                 offset = row * state.stride[0] + channel
-                found = _read(waits, state, offset, torch.float32, 0)
-                other = _read(waits, state, offset + self.width, torch.float32, 0)
+                found = _read_state(waits, state, offset, [values[j, i] for i in range(LANE)])
+                offset = offset + self.width
+                other = _read_state(waits, state, offset, [gates[j, i] for i in range(LANE)])
                 for i in range_constexpr(LANE):
-                    values[j, i] = cm.select(waits, found[i], values[j, i])
-                    gates[j, i] = cm.select(waits, other[i], gates[j, i])
+                    values[j, i] = found[i]
+                    gates[j, i] = other[i]
         for i in range_constexpr(LANE):
             peak = sums[0, i]
             for j in range_constexpr(CHUNK):

@@ -38,6 +38,10 @@ from sglang_dsv4.kernels.compress.finish import Finish
 
 OVERLAP_CANDIDATES = 8
 FULL_RATIO = 128
+# At most 128 registers a thread: 4096 tokens are 1024 blocks, which fit one wave of 132 SMs.
+BLOCKS_PER_SM = 8
+# Of the SM's shared memory: enough for those blocks, the rest is L1 for the bias.
+SHARED_PERCENT = 25
 CLUSTER = 8
 FULL_WARPS = 8
 
@@ -89,7 +93,13 @@ class OverlapWindows:
         blocks = (cute.size(slots) + self.windows - 1) // self.windows
         self.kernel(
             kv, gate, bias, state, source, positions, slots, norm_weight, table, pool, eps
-        ).launch(grid=[blocks, 1, 1], block=[self.THREADS, 1, 1], stream=stream)
+        ).launch(
+            grid=[blocks, 1, 1],
+            block=[self.THREADS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=BLOCKS_PER_SM,
+            preferred_smem_carveout=SHARED_PERCENT,
+        )
 
     @cute.kernel
     def kernel(

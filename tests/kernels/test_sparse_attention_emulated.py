@@ -5,13 +5,12 @@ import math
 import numpy as np
 import pytest
 import torch
+from warp_emulator import Device
 
 from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
 from sglang_dsv4.kernels.attention import portable
 from sglang_dsv4.kernels.reference.kv_store import write_records
 from sglang_dsv4.kernels.reference.sparse_attention import sparse_attention
-
-from warp_emulator import Device
 
 
 def make_pool(layout, pages, generator):
@@ -79,7 +78,10 @@ def emulate(q, lists, pools, layouts, sinks, scale, out_scale, head_tile, splits
 def test_kernel_source(heads, head_tile, splits, window, comp, comp_page):
     generator = torch.Generator().manual_seed(heads * 1000 + window)
     layouts = (RecordLayout(KVFormat.NVFP4, 64), RecordLayout(KVFormat.NVFP4, comp_page))
-    pools = (make_pool(layouts[0], 3, generator), make_pool(layouts[1], 96 // comp_page * 2, generator))
+    pools = (
+        make_pool(layouts[0], 3, generator),
+        make_pool(layouts[1], 96 // comp_page * 2, generator),
+    )
     tokens = 2
     q = torch.randn(tokens, heads, 512, generator=generator).bfloat16()
     lists = tuple(

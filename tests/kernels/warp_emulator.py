@@ -207,6 +207,9 @@ class Instructions:
         values = [np.where(full(size, np.int32) == 16, v, np.uint32(0)) for v in loaded]
         self.device.local.pending.append((np.array(full(shared, np.int32)), values))
 
+    def opaque(self, x):
+        return x
+
     def mul_bf16x2(self, a, b):
         out = np.zeros(32, np.uint32)
         for h in range(2):

@@ -1,0 +1,1 @@
+"""Serving benchmark of the embedded model against stock SGLang, with a stored baseline."""

@@ -1,0 +1,155 @@
+"""Benchmark the server on the embedded model, compare with the baseline, write JSON.
+
+``python -m sglang_dsv4.bench`` (or ``bash launch/bench_serving.sh``, which installs first) starts
+stock SGLang on a small model of its own, runs the workloads, stops it, does the same with this
+plugin's server, and last times stock transformers on our model. It exits 0 when no ratio is worse
+than the baseline's beyond its tolerance, 1 when one is or has no baseline, 2 when it could not run.
+"""
+
+import argparse
+import os
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from importlib.metadata import version
+from pathlib import Path
+
+from sglang_dsv4.bench.compare import Run, Sides, Values, compare, failed, table
+from sglang_dsv4.bench.workloads import COMPARED, SINGLE, Workload, best, measure
+from sglang_dsv4.bench.yardsticks import (
+    STOCK_ENV,
+    STOCK_NAME,
+    YARDSTICK,
+    Speed,
+    make_stock_model,
+    stock_command,
+    transformers_speed,
+)
+from sglang_dsv4.demo.__main__ import MODEL_DIR, MODEL_NAME, server_command
+from sglang_dsv4.demo.server import Progress, Server, ServerError, exit_on_signals, free_port
+from sglang_dsv4.errors import Dsv4Error
+from sglang_dsv4.failure import EXIT_STATUS
+
+BASELINE = Path("launch/baselines/cpu.json")
+RESULTS = Path("bench")
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit status is described above."""
+    args = _parse(argv)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    progress = Progress()
+    try:
+        with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sglang_dsv4-bench-") as folder:
+            run, single = benchmark(args, Path(folder), progress)
+        progress.update("timing stock transformers")
+        speed = transformers_speed(MODEL_DIR, 2000, SINGLE.output_len, args.threads)
+        progress.finish("done")
+        name = time.strftime("serving-%Y%m%d-%H%M%S.json")
+        run.save(args.results / name, single=single, transformers=vars(speed))
+        if args.update_baseline:
+            run.save(args.baseline)
+            print(f"Wrote {args.baseline}.")
+        baseline = Run.load(args.baseline) if args.baseline.is_file() else None
+        rows = compare(run, baseline)
+    except KeyboardInterrupt:
+        print("\nInterrupted: the servers are stopped.")
+        return 130
+    except Dsv4Error as error:
+        print(f"\n{error}", file=sys.stderr)
+        return EXIT_STATUS
+    print(f"\nstock: {YARDSTICK}; {args.threads} thread(s) each\n{table(rows)}")
+    print(f"\n{against_transformers(single, speed)}\n\nresult: {args.results / name}")
+    if baseline is None:
+        print(f"{args.baseline} is missing: write it with --update-baseline.")
+    return 1 if failed(rows) else 0
+
+
+def benchmark(
+    args: argparse.Namespace, folder: Path, progress: Progress
+) -> tuple[Run, Values]:
+    """Both servers one after the other: the compared workloads, and ``SINGLE`` on ours.
+
+    Raises:
+        ServerError: a server or a workload failed.
+    """
+    stock_dir = folder / "stock"
+    make_stock_model(stock_dir, MODEL_DIR)
+    port = free_port()
+    server = Server(stock_command(stock_dir, port), port, folder / "stock.log", STOCK_ENV)
+    stock = _on(server, STOCK_NAME, COMPARED, args, progress)
+    port = free_port()
+    server = Server(server_command(port), port, folder / "ours.log")
+    ours = _on(server, MODEL_NAME, (*COMPARED, SINGLE), args, progress)
+    workloads = {w.name: Sides(w.options, ours[w.name], stock[w.name]) for w in COMPARED}
+    names = ("sglang", "torch", "transformers")
+    run = Run(
+        workloads,
+        args.threads,
+        YARDSTICK,
+        f"{os.cpu_count()} cores, {_cpu_model()}",
+        {name: version(name) for name in names},
+    )
+    return run, ours[SINGLE.name]
+
+
+def against_transformers(single: Values, speed: Speed) -> str:
+    """One request of 2000 tokens, ours over HTTP beside stock transformers in process."""
+    return (
+        "One request of 2000 tokens, the same model in stock transformers (bfloat16, cache):\n"
+        f"  first token   {single['ttft'] / 1000:.2f} s, transformers' prefill "
+        f"{speed.prefill:.2f} s ({single['ttft'] / 1000 / speed.prefill:.2f}x)\n"
+        f"  decoded token {single['tpot']:.1f} ms, transformers {speed.tpot:.1f} ms "
+        f"({single['tpot'] / speed.tpot:.2f}x)"
+    )
+
+
+def _on(
+    server: Server,
+    model: str,
+    workloads: Sequence[Workload],
+    args: argparse.Namespace,
+    progress: Progress,
+) -> Mapping[str, Values]:
+    """Start ``server``, run each workload ``args.repeats`` times, stop it."""
+    with server:
+        server.wait_ready(args.timeout, progress)
+        measured = {}
+        try:
+            for workload in workloads:
+                runs = []
+                for index in range(args.repeats):
+                    progress.update(f"{model}: workload {workload.name}, run {index + 1}")
+                    runs.append(measure(server, model, MODEL_DIR, workload, server.log.parent))
+                measured[workload.name] = best(runs)
+        except ServerError as error:
+            tail = "\n".join(server.log_text().splitlines()[-25:])
+            raise ServerError(f"{error}\nThe server's last lines:\n{tail}") from error
+        return measured
+
+
+def _cpu_model() -> str:
+    """The name in /proc/cpuinfo, where there is one."""
+    info = Path("/proc/cpuinfo")
+    lines = info.read_text(encoding="utf-8").splitlines() if info.is_file() else []
+    names = [line.split(":", 1)[1].strip() for line in lines if line.startswith("model name")]
+    return names[0] if names else "unknown processor"
+
+
+def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
+    parser = argparse.ArgumentParser(prog="launch/bench_serving.sh", description=__doc__)
+    parser.add_argument("--baseline", type=Path, default=BASELINE, help=f"default: {BASELINE}")
+    parser.add_argument("--update-baseline", action="store_true", help="write it from this run")
+    parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder: {RESULTS}")
+    parser.add_argument("--repeats", type=int, default=2, help="runs of a workload, the best counts")
+    parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of every server")
+    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a server to start")
+    args = parser.parse_args(argv)
+    if args.repeats < 1 or args.threads < 1:
+        parser.error("--repeats >= 1 and --threads >= 1 are wanted")
+    return args
+
+
+if __name__ == "__main__":
+    sys.exit(main())

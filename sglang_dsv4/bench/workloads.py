@@ -1,0 +1,154 @@
+"""The workloads, and one run of SGLang's own bench_serving for each.
+
+bench_serving (``sglang.benchmark.serving``, in older releases ``sglang.bench_serving``) runs in
+this process, since its imports take longer than a workload. Prompts are token ids, so that both
+models get the same number of tokens, and the radix cache is flushed before each run: random data
+then meets no cache at all, and the shared prefix is found only as often as the workload shares it.
+"""
+
+import contextlib
+import io
+import json
+import sys
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from sglang_dsv4.bench.compare import METRICS, Values
+from sglang_dsv4.demo.server import HOST, Server, ServerError
+
+
+@dataclass(frozen=True)
+class Workload:
+    """Options of bench_serving, the number of its requests and of the tokens of each answer."""
+
+    name: str
+    requests: int
+    output_len: int
+    options: tuple[str, ...]
+
+
+def _random(name: str, requests: int, input_len: int, output_len: int, clients: int) -> Workload:
+    options = f"--dataset-name random-ids --num-prompts {requests} --random-range-ratio 1.0"
+    lengths = f"--random-input-len {input_len} --random-output-len {output_len}"
+    words = f"{options} {lengths} --max-concurrency {clients}".split()
+    return Workload(name, requests, output_len, tuple(words))
+
+
+def _shared(name: str, groups: int, each: int, prefix: int, output_len: int) -> Workload:
+    # The routing key keeps bench_serving from writing its prompts to the home directory.
+    options = "--dataset-name generated-shared-prefix --gsp-send-routing-key --max-concurrency 4"
+    shape = f"--gsp-num-groups {groups} --gsp-prompts-per-group {each} --gsp-question-len 64"
+    lengths = f"--gsp-system-prompt-len {prefix} --gsp-output-len {output_len}"
+    words = f"{options} {shape} {lengths} --num-prompts {groups * each}".split()
+    return Workload(name, groups * each, output_len, tuple(words))
+
+
+RANDOM = _random("random", 12, 256, 32, clients=4)
+SHARED_PREFIX = _shared("shared-prefix", 2, 6, 1024, 16)
+SINGLE = _random("single", 2, 2000, 32, clients=1)
+COMPARED = (RANDOM, SHARED_PREFIX)
+
+
+def measure(
+    server: Server, model: str, tokenizer: Path, workload: Workload, folder: Path
+) -> Values:
+    """Run one workload against ``server`` and return the value of each of METRICS.
+
+    Args:
+        server: a server that answers.
+        model: the name under which it serves.
+        tokenizer: directory of its tokenizer.
+        folder: for bench_serving's result and output.
+
+    Raises:
+        ServerError: a request failed, or no text came back.
+    """
+    from sglang.benchmark import serving
+
+    result_file = folder / f"{workload.name}.jsonl"
+    result_file.unlink(missing_ok=True)
+    sampling = {
+        "temperature": 0,
+        "max_new_tokens": workload.output_len,
+        "ignore_eos": True,
+        # Times of a token that shows no text would not be taken.
+        "skip_special_tokens": False,
+    }
+    argv = ["bench_serving", "--backend", "sglang", "--host", HOST, "--port", str(server.port)]
+    argv += ["--model", str(tokenizer), "--served-model-name", model]
+    argv += ["--tokenizer", str(tokenizer), "--tokenize-prompt"]
+    argv += ["--extra-request-body", json.dumps({"sampling_params": sampling})]
+    argv += ["--flush-cache", "--warmup-requests", "1", "--seed", "1", "--disable-tqdm"]
+    argv += ["--output-file", str(result_file), *workload.options]
+    before = cpu_seconds(server.pid)
+    output = io.StringIO()
+    with _arguments(argv), contextlib.redirect_stdout(output):
+        try:
+            serving.cli_main()
+        except (SystemExit, ValueError) as error:
+            raise ServerError(
+                f"bench_serving stopped in workload {workload.name} ({error}), wanted a result; "
+                f"its output:\n{output.getvalue()[-2000:]}"
+            ) from error
+    cpu = cpu_seconds(server.pid) - before
+    result = json.loads(result_file.read_text(encoding="utf-8").splitlines()[-1])
+    return extract(result, workload, cpu)
+
+
+def extract(result: dict, workload: Workload, cpu: float) -> Values:
+    """The metrics of one result of bench_serving.
+
+    Args:
+        result: its JSON.
+        workload: what was run.
+        cpu: CPU seconds that the server's processes took, bench_serving's warm-up included.
+
+    Raises:
+        ServerError: requests failed, or a time is missing because no text came back.
+    """
+    if result["completed"] != workload.requests:
+        raise ServerError(
+            f"Workload {workload.name} completed {result['completed']} requests, wanted "
+            f"{workload.requests}: look into the server's log."
+        )
+    tokens = result["total_input_tokens"] + result["total_output_tokens"]
+    values = {
+        "throughput": result["total_throughput"],
+        "ttft": result["median_ttft_ms"],
+        "tpot": result["median_tpot_ms"],
+        "cpu": 1000 * cpu / tokens,
+    }
+    missing = [metric.title for metric in METRICS if not values[metric.name] > 0]
+    if missing:
+        raise ServerError(
+            f"Workload {workload.name} gave no {', '.join(missing)}, wanted a positive number: "
+            f"the server sent no text."
+        )
+    return values
+
+
+def best(runs: Sequence[Values]) -> Values:
+    """Of each metric the best value; what other processes disturb only ever makes it worse."""
+    return {
+        metric.name: (max if metric.higher_is_better else min)(run[metric.name] for run in runs)
+        for metric in METRICS
+    }
+
+
+def cpu_seconds(pid: int) -> float:
+    """CPU time that a process and its living children have taken."""
+    process = psutil.Process(pid)
+    times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
+    return sum(time.user + time.system for time in times)
+
+
+@contextlib.contextmanager
+def _arguments(argv: list[str]) -> Iterator[None]:
+    previous, sys.argv = sys.argv, argv
+    try:
+        yield
+    finally:
+        sys.argv = previous

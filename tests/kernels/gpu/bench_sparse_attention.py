@@ -1,0 +1,290 @@
+"""Sparse decode against FlashMLA's FP8 kernel, and against what one pass over the bytes costs.
+
+    python bench_sparse_attention.py --out DIR [--check] [--quick] [--sweep]
+
+Every time is the median over replays of a CUDA graph that holds several calls on different lists;
+L2 is overwritten before each replay, so records come from memory. FlashMLA (584-byte FP8 records, legacy
+kernels) serves 64 or 128 heads only, so fewer heads are padded to 64 for it. The bound is the
+larger of bytes / copy bandwidth and flops / matmul rate, both measured in the same run.
+--check first compares with the reference and prints every failure; --sweep times the tiles and
+splits beside the chosen ones.
+"""
+
+import argparse
+import functools
+import json
+import math
+import statistics
+import sys
+import traceback
+from pathlib import Path
+
+import torch
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
+sys.path.insert(0, str(Path(__file__).resolve().parent))
+
+import sparse_attention_cases as cases
+
+from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
+from sglang_dsv4.kernels.attention.sparse_attention import (
+    Plan,
+    head_tile_for,
+    plan_for,
+    sparse_attention,
+)
+from sglang_dsv4.kernels.hardware import current_arch, num_sms
+
+WINDOW = 128
+COLD_BYTES = 160 << 20
+POOL_TOKENS = 1 << 19
+FP8_RECORD, FP8_PAGE = 584, 64
+
+
+@functools.cache
+def flush_buffer():
+    """Larger than L2; writing it evicts everything else."""
+    return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
+
+
+def graph_time(calls, repeats=20):
+    """Median microseconds of one call; `calls` run in turn inside one CUDA graph."""
+    stream = torch.cuda.Stream()
+    with torch.cuda.stream(stream):
+        for call in calls:
+            call()
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph, stream=stream):
+        for call in calls:
+            call()
+    for _ in range(3):
+        graph.replay()
+    times = []
+    for _ in range(repeats):
+        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
+        flush_buffer().zero_()
+        start.record()
+        graph.replay()
+        end.record()
+        end.synchronize()
+        times.append(start.elapsed_time(end) * 1000 / len(calls))
+    return statistics.median(times)
+
+
+def measure_roofs():
+    """(copy bytes/s, bf16 matmul flop/s) of this GPU, in this run."""
+    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
+    target = torch.empty_like(source)
+    copy = 2 * source.numel() / (graph_time([lambda: target.copy_(source)] * 4) * 1e-6)
+    a = torch.randn(8192, 8192, device="cuda").bfloat16()
+    rate = 2 * 8192**3 / (graph_time([lambda: a @ a] * 4) * 1e-6)
+    return copy, rate
+
+
+def random_bytes(pages, size):
+    return torch.randint(0, 256, (pages, size), dtype=torch.uint8, device="cuda")
+
+
+class Workload:
+    """Lists and pools of one (batch, heads, top-k), with enough copies to leave L2 cold."""
+
+    def __init__(self, batch, heads, topk, pools):
+        self.batch, self.heads, self.topk = batch, heads, topk
+        listed = batch * (WINDOW + topk)
+        self.copies = max(4, min(32, math.ceil(COLD_BYTES / (listed * 384))))
+        self.window_pool, self.comp_pool = pools
+        self.layout = RecordLayout(KVFormat.NVFP4, 64)
+        tokens = POOL_TOKENS
+        g = torch.Generator("cuda").manual_seed(batch * 7 + heads + topk)
+        self.q = torch.randn(batch, heads, 512, device="cuda", generator=g).bfloat16()
+        self.sinks = torch.zeros(heads, device="cuda")
+
+        def draw(count):
+            return torch.randint(0, tokens, (self.copies, batch, count), device="cuda", generator=g)
+
+        self.window_slots, self.comp_slots = draw(WINDOW).int(), draw(topk).int()
+
+    def ours(self, plan=None):
+        return graph_time(
+            [
+                lambda i=i: sparse_attention(
+                    self.q,
+                    self.window_slots[i],
+                    self.window_pool,
+                    self.layout,
+                    self.comp_slots[i],
+                    self.comp_pool,
+                    self.layout,
+                    self.sinks,
+                    cases.SCALE,
+                    1.0,
+                    plan,
+                )
+                for i in range(self.copies)
+            ]
+        )
+
+    def rival(self, caches):
+        """FlashMLA FP8 on as many heads as it serves; None where it is not installed."""
+        if caches is None:
+            return None
+        import flash_mla
+
+        heads = 64 if self.heads <= 64 else 128
+        q = torch.zeros(self.batch, 1, heads, 512, dtype=torch.bfloat16, device="cuda")
+        q[:, 0, : self.heads] = self.q
+        sinks = torch.zeros(heads, device="cuda")
+        meta = flash_mla.get_mla_metadata()[0]
+
+        def call(i):
+            return flash_mla.flash_mla_with_kvcache(
+                q=q,
+                k_cache=caches[0],
+                block_table=None,
+                cache_seqlens=None,
+                head_dim_v=512,
+                tile_scheduler_metadata=meta,
+                softmax_scale=cases.SCALE,
+                is_fp8_kvcache=True,
+                indices=self.window_slots[i].unsqueeze(1),
+                attn_sink=sinks,
+                extra_k_cache=caches[1],
+                extra_indices_in_kvcache=self.comp_slots[i].unsqueeze(1),
+                use_legacy=True,
+            )
+
+        return graph_time([lambda i=i: call(i) for i in range(self.copies)])
+
+    def bound(self, roofs):
+        """Microseconds: the larger of bytes over bandwidth and flops over rate."""
+        keys = self.batch * (WINDOW + self.topk)
+        moved = keys * 384 + 2 * self.batch * self.heads * 1024
+        flops = 4 * keys * self.heads * 512
+        return max(moved / roofs[0], flops / roofs[1]) * 1e6
+
+
+def flash_mla_caches():
+    """Two FP8 pools as FlashMLA reads them, or None with the reason printed."""
+    try:
+        import flash_mla  # noqa: F401
+    except ImportError as error:
+        print(f"no FlashMLA: {error}")
+        return None
+    pages = POOL_TOKENS // FP8_PAGE
+    size = math.ceil(FP8_RECORD * FP8_PAGE / 576) * 576
+    caches = []
+    for _ in range(2):
+        storage = random_bytes(pages, size) & 0x37
+        view = storage[:, : FP8_PAGE * FP8_RECORD].view(pages, FP8_PAGE, 1, FP8_RECORD)
+        caches.append(view)
+    return caches
+
+
+def run_checks():
+    """Every case of the GPU tests; prints failures with their place, returns their number."""
+    failures, passed = 0, 0
+
+    def attempt(name, function):
+        nonlocal failures, passed
+        try:
+            function()
+            passed += 1
+        except AssertionError as error:
+            failures += 1
+            print(f"FAIL {name}\n{error}", flush=True)
+        except Exception:
+            failures += 1
+            print(f"ERROR {name}\n{traceback.format_exc(limit=4)}", flush=True)
+
+    for page in (64, 2):
+        for tile in (16, 8, 32):
+            for splits in (1, 3):
+                name = f"each key alone, page {page}, tile {tile}, splits {splits}"
+                attempt(name, lambda a=(page, tile, splits): cases.check_each_key_alone(*a))
+    for name, inputs, plan in cases.random_cases():
+        attempt(name, lambda i=inputs, p=plan: cases.check(i, p))
+    for name, inputs in cases.hostile_inputs():
+        attempt("hostile: " + name, lambda i=inputs: cases.check(i))
+
+    def repeats():
+        inputs = cases.make_inputs(64, 16, 128, 512, 64, seed=3)
+        first = inputs.run()[0]
+        different = sum(not torch.equal(inputs.run()[0], first) for _ in range(200))
+        assert different == 0, f"{different} of 200 repeats differ"
+
+    attempt("bitwise stability", repeats)
+    print(f"checks: {passed} passed, {failures} failed", flush=True)
+    return failures
+
+
+def sweep(work, tiles, sms, arch):
+    """Microseconds by "head tile x splits", for the plans that a good choice could take."""
+    times = {}
+    for tile in sorted({head_tile_for(work.heads, arch), 8 if work.heads <= 8 else 16}):
+        for wanted in (1, 2, 3, 4, 5, 9, 18):
+            splits = math.ceil(tiles / math.ceil(tiles / wanted))
+            key = f"{tile}x{splits}"
+            blocks = work.batch * math.ceil(work.heads / tile) * splits
+            if key not in times and blocks <= 16 * sms:
+                times[key] = work.ours(Plan(tile, splits))
+    return times
+
+
+def main():
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--out", type=Path, required=True)
+    parser.add_argument("--check", action="store_true")
+    parser.add_argument("--quick", action="store_true")
+    parser.add_argument("--sweep", action="store_true")
+    options = parser.parse_args()
+    options.out.mkdir(parents=True, exist_ok=True)
+    failures = run_checks() if options.check else 0
+    roofs = measure_roofs()
+    arch, sms = current_arch(), num_sms(torch.cuda.current_device())
+    name = torch.cuda.get_device_name()
+    print(f"{name}: copy {roofs[0] / 1e12:.2f} TB/s, bf16 matmul {roofs[1] / 1e12:.0f} TFLOP/s")
+    layout = RecordLayout(KVFormat.NVFP4, 64)
+    # Random bytes but for the sign-free small scales: time does not depend on the values.
+    pools = [random_bytes(POOL_TOKENS // 64, layout.page_bytes) & 0x37 for _ in range(2)]
+    caches = flash_mla_caches()
+    heads_list = (8, 16, 64, 128) if options.quick else (8, 16, 32, 64, 128)
+    batches = (1, 16, 64, 128, 256) if options.quick else (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    rows = []
+    print("   H  topk batch  ours us   FP8 us  ratio % bound  plan")
+    for topk in (512, 1024):
+        for heads in heads_list:
+            for batch in batches:
+                work = Workload(batch, heads, topk, pools)
+                tiles = math.ceil(WINDOW / 64) + math.ceil(topk / 64)
+                plan = plan_for(batch, heads, tiles, sms, arch)
+                row = {
+                    "heads": heads,
+                    "topk": topk,
+                    "batch": batch,
+                    "ours_us": work.ours(),
+                    "flash_mla_us": work.rival(caches),
+                    "bound_us": work.bound(roofs),
+                    "head_tile": plan.head_tile,
+                    "splits": plan.splits,
+                }
+                if options.sweep:
+                    row["sweep"] = sweep(work, tiles, sms, arch)
+                rows.append(row)
+                rival = row["flash_mla_us"]
+                print(
+                    f"{heads:>4}{topk:>6}{batch:>6}{row['ours_us']:>9.1f}"
+                    + (f"{rival:>9.1f}{rival / row['ours_us']:>7.2f}" if rival else " " * 16)
+                    + f"{100 * row['bound_us'] / row['ours_us']:>8.0f}"
+                    + f"  {plan.head_tile}x{plan.splits}",
+                    flush=True,
+                )
+                if options.sweep:
+                    print("      " + " ".join(f"{k}:{v:.1f}" for k, v in row["sweep"].items()))
+    report = {"device": name, "copy": roofs[0], "matmul": roofs[1], "rows": rows}
+    (options.out / "bench_sparse_attention.json").write_text(json.dumps(report, indent=1))
+    return 1 if failures else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
