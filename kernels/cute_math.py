@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
+from cutlass import Float32, Int32, Uint32, cute
 
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 LOG2_E = 1.4426950408889634

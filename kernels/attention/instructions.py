@@ -128,6 +128,15 @@ def shared_store_f32(address: Int32, a: Float32, *, loc: Any = None, ip: Any = N
 
 
 @dsl_user_op
+def shared_store_f32x2(
+    address: Int32, a: Float32, b: Float32, *, loc: Any = None, ip: Any = None
+) -> None:
+    """Store two float32 at an 8-byte aligned shared address."""
+    text = "st.shared.v2.f32 [$0], {$1,$2};"
+    _asm([], [address, a, b], text, "r,f,f" + _MEMORY, True, loc, ip)
+
+
+@dsl_user_op
 def shared_load_f32(address: Int32, *, loc: Any = None, ip: Any = None) -> Float32:
     """Load one float32 from shared memory."""
     return _asm([Float32], [address], "ld.shared.f32 $0, [$1];", "=f,r" + _MEMORY, True, loc, ip)
@@ -356,3 +365,17 @@ def shuffle_xor(x: Float32, mask: int, *, loc: Any = None, ip: Any = None) -> Fl
     """The value of lane (own lane xor mask); every lane of the warp must take part."""
     text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 0x1f, 0xffffffff;"
     return _asm([Float32], [x], text, "=f,f", True, loc, ip)
+
+
+@dsl_user_op
+def shuffle_index(x: Any, source: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """The 32-bit integer of lane `source`; every lane of the warp must take part."""
+    text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
+    return _asm([type(x)], [x, Int32(source)], text, "=r,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def ballot(condition: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """One bit for each lane whose condition holds; every lane of the warp must take part."""
+    text = "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}"
+    return _asm([Uint32], [Int32(condition)], text, "=r,r", True, loc, ip)

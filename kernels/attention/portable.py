@@ -3,9 +3,10 @@
 One block serves one token, one tile of heads and one share of the token's list of keys, 64 keys at
 a time. Warp w dequantises dims [128 (w % 4), +128) of keys [32 (w / 4), +32) from registers:
 
-- S^T = K Q^T. The records' words go from global memory to registers, one tile ahead. A quad holds
-  64 bytes of a key, a thread the words of 32 dims, so dequantised pairs are A fragments as they
-  are: the order of dims inside the contraction is free, and Q's fragments follow it.
+- S = Q K^T. The records' words go from global memory to registers, one tile ahead. A quad holds
+  32 bytes of a key, a thread the two words of one scale group, so dequantised pairs are B fragments
+  as they are: the order of dims inside the contraction is free, and Q's fragments follow it. Lane
+  l finds the record of key l and loads its scales; the others get both by shuffles.
 - The same registers are stored as the bf16 tile [64 keys, 448] of the values. RoPE values need no
   conversion: cp.async copies them beside it, one tile ahead.
 - The four dim quarters of the scores meet in shared memory; threads of one head do the softmax.
@@ -13,8 +14,7 @@ a time. Warp w dequantises dims [128 (w % 4), +128) of keys [32 (w / 4), +32) fr
 
 e2m1 x e4m3 is decoded exactly: shifts and masks place sign, exponent and mantissa in a bf16 of
 value x 2^-126, one mul.bf16x2 by scale x 2^118 gives value x scale x 2^-8. Q's NoPE dims carry the
-2^8 for the scores, the output's gain carries it for the values. Swapping K and Q in the products
-(heads as n) makes 8 heads the unit, so a few heads cost what they should.
+2^8 for the scores, the output's gain carries it for the values.
 
 Roofline, per token: bytes = 384 (window + K) + 2 x 1024 H; flops = 2 x 2 H (window + K) 512.
 Shared memory, per 64 keys and block: 56 KB written and 64 KB read for V, 8 KB written and read for
@@ -45,7 +45,7 @@ ROPE_OFFSET = _LAYOUT.nope_bytes
 NOPE_ROW = 2 * _LAYOUT.nope_dim
 ROPE_ROW = 2 * _LAYOUT.rope_dim
 # Row lengths that spread rows over the banks: float32 scores of a head, bf16 weights of a head.
-SCORE_ROW = 4 * (TILE + 4)
+SCORE_ROW = 4 * (TILE + 8)
 WEIGHT_ROW = 2 * (TILE + 8)
 NOPE_TILE = TILE * NOPE_ROW
 ROPE_TILE = TILE * ROPE_ROW
@@ -114,6 +114,7 @@ class SparseAttention:
         self.shape = shape
         self.heads = shape.head_tile
         self.blocks = shape.head_tile // 8
+        self.rows = (shape.head_tile + 15) // 16
         self.lanes_per_head = THREADS // shape.head_tile
         self.keys_per_lane = TILE // self.lanes_per_head
         self.blocks_per_sm = 2 if shape.head_tile <= 16 else 1
@@ -214,23 +215,25 @@ class SparseAttention:
         first = split * share
         last = cutlass.min(first + share, num_tiles)
 
-        query = cute.make_rmem_tensor(16 * self.blocks, Uint32)
+        query = cute.make_rmem_tensor(32 * self.rows, Uint32)
+        for i in cutlass.range_constexpr(32 * self.rows):
+            query[i] = Uint32(0)
         row = q.iterator.toint() + Int64(token) * q.stride[0] * 2
         for n in cutlass.range_constexpr(self.blocks):
             head = first_head + n * 8 + self.group
             mask = choose(head < num_heads, Uint32(0xFFFFFFFF), Uint32(0))
             start = row + Int64(choose(head < num_heads, head, first_head)) * q.stride[1] * 2
+            self.load_query_nope(query, n, start, mask, 0)
             if self.quarter < 3:
-                self.load_query_nope(query, n, start, self.quarter * 128 + self.quad * 32, mask, 4)
+                self.load_query_nope(query, n, start, mask, 1)
             else:
-                self.load_query_nope(query, n, start, 384 + self.quad * 16, mask, 2)
                 self.load_query_rope(query, n, start, mask)
 
         words = cute.make_rmem_tensor(16, Uint32)
-        scales = cute.make_rmem_tensor(4, Uint32)
+        scales = cute.make_rmem_tensor(2, Uint32)
         listed = cute.make_rmem_tensor(1, Uint32)
-        sums = cute.make_rmem_tensor(4 * self.blocks, Float32)
-        upcoming = cute.make_rmem_tensor(4, Int32)
+        sums = cute.make_rmem_tensor(4 * self.rows, Float32)
+        upcoming = cute.make_rmem_tensor(1, Int32)
         summed = cute.make_rmem_tensor(16 * self.blocks, Float32)
         for i in cutlass.range_constexpr(16 * self.blocks):
             summed[i] = Float32(0.0)
@@ -239,24 +242,24 @@ class SparseAttention:
         lists = (window_slots, comp_slots, window_pool, comp_pool)
         limits = (token, num_window, num_comp, window_tiles)
 
-        self.fetch_slots(lists, limits, first, upcoming)
+        self.fetch_slot(lists, limits, first, upcoming)
         self.fetch_records(lists, limits, first, Int32(0), upcoming, listed, words, scales)
         if first + 1 < last:
-            self.fetch_slots(lists, limits, first + 1, upcoming)
+            self.fetch_slot(lists, limits, first + 1, upcoming)
 
         for tile in cutlass.range(first, last):
             self.locate(ptx.opaque(tid))
             buffer = (tile - first) & 1
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
-            for m in cutlass.range_constexpr(2):
-                self.score_keys(m, words, scales, listed[0], query, sums, buffer)
+            for r in cutlass.range_constexpr(4):
+                self.score_keys(r, words, scales, listed[0], query, sums, buffer)
             if tile + 1 < last:
                 self.fetch_records(
                     lists, limits, tile + 1, 1 - buffer, upcoming, listed, words, scales
                 )
                 if tile + 2 < last:
-                    self.fetch_slots(lists, limits, tile + 2, upcoming)
+                    self.fetch_slot(lists, limits, tile + 2, upcoming)
             cute.arch.sync_threads()
             peak, total = self.softmax(peak, total, scale_log2)
             cute.arch.sync_threads()
@@ -281,48 +284,39 @@ class SparseAttention:
     def locate(self, tid: Int32) -> None:
         """What follows from the thread's index; computed anew for each tile, not kept in registers.
 
-        A thread stores its dequantised words in a 128-byte segment of a row, in 16-byte units
-        turned by key and segment so that these stores and the transposed loads each touch every
-        bank once.
+        A thread stores its dequantised words in units of 16 bytes, turned by the key so that these
+        stores and the transposed loads each touch every bank once.
         """
-        self.tid, self.lane = tid, tid % 32
-        self.group, self.quad = self.lane // 4, self.lane % 4
-        high = self.quad // 2
-        last = self.quarter == 3
-        self.segment = self.nope + choose(last, Int32(768), (2 * self.quarter + high) * 128)
-        turned = 4 * (self.quad % 2) ^ 2 * high
-        self.flip = self.group ^ choose(last, 2 * self.quad, turned)
+        self.tid, self.lane = tid, tid & 31
+        self.group, self.quad = self.lane >> 2, self.lane & 3
+        self.row = self.nope + (self.half * 32 + self.group) * NOPE_ROW + self.quarter * 256
+        self.flip = self.group ^ (2 * self.quad)
 
-    def load_query_nope(
-        self, query: Any, n: int, start: Int64, dim: Int32, mask: Uint32, count: int
-    ) -> None:
-        """B fragments of `count` words of eight dims from `dim`; two products each."""
-        for i in range(count):
-            pairs = query_pairs(ptx.global_load_x4(start + Int64(dim + 8 * i) * 2), mask)
+    def load_query_nope(self, query: Any, n: int, start: Int64, mask: Uint32, part: int) -> None:
+        """A fragments of the two words of a 64-dim part for eight heads; two products each."""
+        for i in range(2):
+            dim = self.quarter * 128 + part * 64 + self.quad * 16 + 8 * i
+            pairs = query_pairs(ptx.global_load_x4(start + Int64(dim) * 2), mask)
             for u in range(2):
-                at = ((2 * i + u) * self.blocks + n) * 2
+                at = ((4 * part + 2 * i + u) * self.rows + n // 2) * 4 + n % 2
                 query[at] = pairs[2 * u]
-                query[at + 1] = pairs[2 * u + 1]
+                query[at + 2] = pairs[2 * u + 1]
 
     def load_query_rope(self, query: Any, n: int, start: Int64, mask: Uint32) -> None:
-        """B fragments of the four products over the RoPE dims, in natural order."""
+        """A fragments of the four products over the RoPE dims, in natural order."""
         for s in range(4):
-            at = ((4 + s) * self.blocks + n) * 2
+            at = ((4 + s) * self.rows + n // 2) * 4 + n % 2
             for u in range(2):
                 dim = 448 + 16 * s + 8 * u + 2 * self.quad
-                query[at + u] = Uint32(ptx.global_load_i32(start + Int64(dim) * 2)) & mask
+                word = Uint32(ptx.global_load_i32(start + Int64(dim) * 2)) & mask
+                query[at + 2 * u] = word
 
-    def key_of(self, r: int) -> Int32:
-        """Key inside the tile of this thread's row r: blocks of 16, rows g and g + 8."""
-        return self.half * 32 + (r // 2) * 16 + (r % 2) * 8 + self.group
-
-    def fetch_slots(self, lists: Any, limits: Any, tile: Int32, upcoming: Any) -> None:
-        """Slots of this thread's four keys of a tile; -1 where the list or the pool has none."""
+    def fetch_slot(self, lists: Any, limits: Any, tile: Int32, upcoming: Any) -> None:
+        """Slot of key `lane` of this warp's half of a tile; -1 where list or pool has none."""
         window_slots, comp_slots, window_pool, comp_pool = lists
         token, num_window, num_comp, window_tiles = limits
         windowed = tile < window_tiles
         count = choose(windowed, num_window, num_comp)
-        first = (tile - choose(windowed, Int32(0), window_tiles)) * TILE
         size = self.shape.slot_bytes
         window_row = window_slots.iterator.toint() + Int64(token) * window_slots.stride[0] * size
         comp_row = comp_slots.iterator.toint() + Int64(token) * comp_slots.stride[0] * size
@@ -332,14 +326,13 @@ class SparseAttention:
             Int32(window_pool.shape[0]) * self.shape.window_page,
             Int32(comp_pool.shape[0]) * self.shape.comp_page,
         )
+        tile_in_list = tile - choose(windowed, Int32(0), window_tiles)
+        place = tile_in_list * TILE + self.half * 32 + self.lane
         load = ptx.global_load_i64 if size == 8 else ptx.global_load_i32
         wide = Int64 if size == 8 else Int32
-        for r in range(4):
-            place = first + self.key_of(r)
-            listed = place < count
-            slot = load(row + Int64(choose(listed, place, Int32(0))) * size)
-            inside = (slot >= wide(0)) & (slot < wide(rows))
-            upcoming[r] = choose(listed & inside, Int32(slot), Int32(-1))
+        slot = load(row + Int64(choose(place < count, place, Int32(0))) * size)
+        inside = (slot >= wide(0)) & (slot < wide(rows))
+        upcoming[0] = choose((place < count) & inside, Int32(slot), Int32(-1))
 
     def fetch_records(
         self,
@@ -352,61 +345,66 @@ class SparseAttention:
         words: Any,
         scales: Any,
     ) -> None:
-        """Start the loads of this thread's part of four records; a key without slot reads row 0."""
+        """Start the loads of 32 keys' records; a key without slot reads row 0 in its place.
+
+        Offsets inside the pool are counted in 16 bytes.
+        """
         _, _, window_pool, comp_pool = lists
         windowed = tile < limits[3]
         pool = choose(windowed, window_pool.iterator.toint(), comp_pool.iterator.toint())
-        stride = choose(windowed, Int64(window_pool.stride[0]), Int64(comp_pool.stride[0]))
+        pitch = Int32(choose(windowed, window_pool.stride[0], comp_pool.stride[0])) // 16
         window_shift = self.shape.window_page.bit_length() - 1
         comp_shift = self.shape.comp_page.bit_length() - 1
         shift = choose(windowed, Int32(window_shift), Int32(comp_shift))
-        bits = Uint32(0)
-        for r in range(4):
-            slot = upcoming[r]
-            bits = bits | choose(slot >= 0, Uint32(1 << r), Uint32(0))
-            safe = choose(slot >= 0, slot, Int32(0))
-            page = safe >> shift
-            in_page = safe - (page << shift)
-            record = pool + Int64(page) * stride
-            data = record + Int64(in_page * DATA_BYTES)
-            scale = record + Int64((Int32(DATA_BYTES) << shift) + in_page * SCALE_BYTES)
-            self.fetch_record(r, slot, buffer, data, scale, words, scales)
+        slot = upcoming[0]
+        bits = ptx.ballot(slot >= 0)
         listed[0] = bits
+        safe = choose(slot >= 0, slot, Int32(0))
+        page = safe >> shift
+        in_page = safe - (page << shift)
+        start = page * pitch
+        data = start + in_page * (DATA_BYTES // 16)
+        scale = start + (Int32(DATA_BYTES // 16) << shift) + in_page * (SCALE_BYTES // 16)
+        loaded = ptx.global_load_x2(pool + Int64(scale) * 16 + Int64(self.quarter * 8))
+        scales[0] = loaded[0]
+        scales[1] = loaded[1]
+        pool = pool + Int64(self.quarter * 64 + self.quad * 8)
+        for r in range(4):
+            key = r * 8 + self.group
+            record = pool + Int64(ptx.shuffle_index(data, key)) * 16
+            loaded = ptx.global_load_x2(record)
+            words[4 * r] = loaded[0]
+            words[4 * r + 1] = loaded[1]
+            self.fetch_second(r, key, bits, buffer, record, words)
         cute.arch.cp_async_commit_group()
 
     @cute.jit
-    def fetch_record(
+    def fetch_second(
         self,
         r: cutlass.Constexpr,
-        slot: Int32,
+        key: Int32,
+        bits: Uint32,
         buffer: Int32,
-        data: Int64,
-        scale: Int64,
+        record: Int64,
         words: cute.Tensor,
-        scales: cute.Tensor,
     ) -> None:
-        """The loads of one key: NoPE words and scales to registers, RoPE to shared memory."""
+        """The other 64 dims: NoPE words to registers, in quarter 3 RoPE to shared memory."""
         if self.quarter < 3:
-            loaded = ptx.global_load_x4(data + Int64(self.quarter * 64 + self.quad * 16))
-            for i in cutlass.range_constexpr(4):
-                words[4 * r + i] = loaded[i]
-            scales[r] = ptx.global_load_u16(scale + Int64(self.quarter * 8 + self.quad * 2))
+            loaded = ptx.global_load_x2(record + 32)
+            words[4 * r + 2] = loaded[0]
+            words[4 * r + 3] = loaded[1]
         else:
-            pair = ptx.global_load_x2(data + Int64(192 + self.quad * 8))
-            words[4 * r] = pair[0]
-            words[4 * r + 1] = pair[1]
-            scales[r] = ptx.global_load_u16(scale + Int64(24 + (self.quad & 2)))
-            size = choose(slot >= 0, Int32(16), Int32(0))
-            line = self.rope + buffer * ROPE_TILE + self.key_of(r) * ROPE_ROW
+            size = choose(((bits >> Uint32(key)) & Uint32(1)) != Uint32(0), Int32(16), Int32(0))
+            line = self.rope + buffer * ROPE_TILE + (self.half * 32 + key) * ROPE_ROW
+            first = record + Int64(ROPE_OFFSET - 192 + 8 * self.quad)
             for c in cutlass.range_constexpr(2):
-                unit = self.quad + 4 * c
-                place = line + (unit ^ self.group) * 16
-                ptx.copy_async_16(place, data + Int64(ROPE_OFFSET + unit * 16), size)
+                place = line + ((self.quad + 4 * c) ^ self.group) * 16
+                ptx.copy_async_16(place, first + 64 * c, size)
 
     @cute.jit
     def score_keys(
         self,
-        m: cutlass.Constexpr,
+        r: cutlass.Constexpr,
         words: cute.Tensor,
         scales: cute.Tensor,
         listed: Uint32,
@@ -414,75 +412,73 @@ class SparseAttention:
         sums: cute.Tensor,
         buffer: Int32,
     ) -> None:
-        """Rows 2m and 2m + 1: dequantise this quarter's dims, store them, multiply them with Q.
+        """Eight keys: dequantise this quarter's dims, store them, multiply them with Q.
 
-        The first two words of a thread are NoPE in every quarter. The scale of a key without slot
-        is taken as 0, so that its values are 0.
+        The scale of a key without slot is taken as 0, so that its values are 0.
         """
-        last = self.quarter == 3
-        pairs = []
-        for x in cutlass.range_constexpr(2):
-            r = 2 * m + x
-            both = choose((listed & Uint32(1 << r)) != Uint32(0), scales[r], Uint32(0))
-            pair = scale_pairs(both)
-            pairs.append((choose(last & (self.quad % 2 == 1), pair[1], pair[0]), pair[1]))
-        for i in cutlass.range_constexpr(4 * self.blocks):
+        key = r * 8 + self.group
+        low, high = ptx.shuffle_index(scales[0], key), ptx.shuffle_index(scales[1], key)
+        pair = ptx.prmt(low, high, Uint32(self.quad * 17 + 64))
+        present = ((listed >> Uint32(self.group)) & Uint32(1 << (r * 8))) != Uint32(0)
+        pairs = scale_pairs(choose(present, pair, Uint32(0)))
+        for i in cutlass.range_constexpr(4 * self.rows):
             sums[i] = Float32(0.0)
-        for i in cutlass.range_constexpr(2):
-            self.score_word(m, i, words, (pairs[0][0], pairs[1][0]), query, sums)
+        self.score_part(r, 0, words, pairs[0], query, sums)
         if self.quarter < 3:
-            for i in cutlass.range_constexpr(2, 4):
-                self.score_word(m, i, words, (pairs[0][1], pairs[1][1]), query, sums)
+            self.score_part(r, 1, words, pairs[1], query, sums)
         else:
-            self.score_rope(m, query, sums, buffer)
-        self.store_scores(m, sums, listed)
+            self.score_rope(r, query, sums, buffer)
+        self.store_scores(r, sums, listed)
 
-    def score_word(
-        self, m: int, i: int, words: Any, pairs: Any, query: Any, sums: Any
+    def score_part(
+        self, r: int, part: int, words: Any, pair: Uint32, query: Any, sums: Any
     ) -> None:
-        """Eight dims (word i) of two keys: into the value tile, and two products with Q."""
-        values = []
-        for x in range(2):
-            values.append(unpack8(words[4 * (2 * m + x) + i], pairs[x]))
-            line = self.segment + self.key_of(2 * m + x) * NOPE_ROW
-            ptx.shared_store_x4(line + (self.flip ^ i) * 16, *values[x])
-        low, high = values
-        for u in range(2):
-            a = (low[2 * u], high[2 * u], low[2 * u + 1], high[2 * u + 1])
-            self.multiply(a, 2 * i + u, query, sums)
+        """64 dims (two words a thread) of eight keys: to the value tile, and products with Q."""
+        for i in range(2):
+            values = unpack8(words[4 * r + 2 * part + i], pair)
+            line = self.row + r * 8 * NOPE_ROW + part * 128
+            ptx.shared_store_x4(line + (self.flip ^ i) * 16, *values)
+            for u in range(2):
+                self.multiply(values[2 * u : 2 * u + 2], 4 * part + 2 * i + u, query, sums)
 
-    def score_rope(self, m: int, query: Any, sums: Any, buffer: Int32) -> None:
-        """Four products over the RoPE dims of 16 keys, from shared memory."""
-        row, matrix = self.lane % 8, self.lane // 8
-        key = self.half * 32 + m * 16 + row + 8 * (matrix % 2)
-        line = self.rope + buffer * ROPE_TILE + key * ROPE_ROW
-        for s in range(4):
-            a = ptx.ldmatrix_x4(line + ((2 * s + matrix // 2) ^ row) * 16)
-            self.multiply(a, 4 + s, query, sums)
+    def score_rope(self, r: int, query: Any, sums: Any, buffer: Int32) -> None:
+        """Four products over the RoPE dims of eight keys, from shared memory."""
+        row, matrix = self.lane & 7, self.lane >> 3
+        line = self.rope + buffer * ROPE_TILE + (self.half * 32 + r * 8 + row) * ROPE_ROW
+        for s in range(2):
+            b = ptx.ldmatrix_x4(line + ((4 * s + matrix) ^ row) * 16)
+            for u in range(2):
+                self.multiply(b[2 * u : 2 * u + 2], 4 + 2 * s + u, query, sums)
 
-    def multiply(self, a: Any, step: int, query: Any, sums: Any) -> None:
-        """One product of 16 keys and 16 dims with every block of eight heads."""
+    def multiply(self, b: Any, step: int, query: Any, sums: Any) -> None:
+        """One product of eight keys and 16 dims with every block of 16 heads."""
+        for m in range(self.rows):
+            at = (step * self.rows + m) * 4
+            a = [query[at + i] for i in range(4)]
+            old = [sums[4 * m + c] for c in range(4)]
+            for c, value in enumerate(ptx.mma_bf16(a, b, old)):
+                sums[4 * m + c] = value
+
+    def store_scores(self, r: int, sums: Any, listed: Uint32) -> None:
+        """This quarter's part of S for eight keys; -inf for a key without slot."""
+        row = self.quarter * self.heads + self.group
+        place = self.scores + row * SCORE_ROW + (self.half * 32 + r * 8 + 2 * self.quad) * 4
+        mine = listed >> Uint32(2 * self.quad)
         for n in range(self.blocks):
-            at = (step * self.blocks + n) * 2
-            old = [sums[4 * n + c] for c in range(4)]
-            for c, value in enumerate(ptx.mma_bf16(a, (query[at], query[at + 1]), old)):
-                sums[4 * n + c] = value
-
-    def store_scores(self, m: int, sums: Any, bits: Uint32) -> None:
-        """This quarter's part of S^T for 16 keys; -inf for a key without slot."""
-        for n in range(self.blocks):
-            for x in range(2):
-                listed = (bits & Uint32(1 << (2 * m + x))) != Uint32(0)
-                for y in range(2):
-                    head = self.quarter * self.heads + n * 8 + 2 * self.quad + y
-                    place = self.scores + head * SCORE_ROW + self.key_of(2 * m + x) * 4
-                    value = choose(listed, sums[4 * n + 2 * x + y], Float32(-Float32.inf))
-                    ptx.shared_store_f32(place, value)
+            pair = []
+            for y in range(2):
+                present = (mine & Uint32(1 << (r * 8 + y))) != Uint32(0)
+                value = sums[4 * (n // 2) + 2 * (n % 2) + y]
+                pair.append(choose(present, value, Float32(-Float32.inf)))
+            ptx.shared_store_f32x2(place + n * 8 * SCORE_ROW, *pair)
 
     @cute.jit
     def softmax(self, peak: Float32, total: Float32, scale_log2: Float32) -> Any:
         """Weights exp2(score - peak) of one head's keys in bf16, and the gain of older sums."""
-        head, part = self.tid // self.lanes_per_head, self.tid % self.lanes_per_head
+        head, part = (
+            self.tid >> (self.lanes_per_head.bit_length() - 1),
+            self.tid & (self.lanes_per_head - 1),
+        )
         place = self.scores + head * SCORE_ROW + part * (4 * self.keys_per_lane)
         score = [Float32(0.0)] * self.keys_per_lane
         for quarter in cutlass.range_constexpr(4):
@@ -514,7 +510,7 @@ class SparseAttention:
 
     def accumulate(self, summed: Any, buffer: Int32) -> None:
         """O^T = gain O^T + V^T P^T for this warp's 64 dims."""
-        row, matrix = self.lane % 8, self.lane // 8
+        row, matrix = self.lane & 7, self.lane >> 3
         weights = []
         for n in range(self.blocks):
             place = self.weights + (n * 8 + row) * WEIGHT_ROW + matrix * 16
@@ -527,10 +523,9 @@ class SparseAttention:
         roped = self.warp == 7
         pitch = choose(roped, Int32(ROPE_ROW), Int32(NOPE_ROW))
         start = choose(roped, self.rope + buffer * ROPE_TILE, self.nope + self.warp * 128)
-        flip = choose(roped, Int32(0), 2 * (self.warp % 2))
-        start = start + (row + 8 * (matrix // 2)) * pitch
+        start = start + (row + 8 * (matrix >> 1)) * pitch
         for m in range(4):
-            place = start + ((2 * m + matrix % 2) ^ row ^ flip) * 16
+            place = start + ((2 * m + (matrix & 1)) ^ row) * 16
             for k in range(4):
                 a = ptx.ldmatrix_x4_trans(place + k * (16 * pitch))
                 for n in range(self.blocks):
@@ -555,7 +550,7 @@ class SparseAttention:
         out_scale: Float32,
     ) -> None:
         """Last factor of each head's sums to shared memory, its log-sum-exp to global memory."""
-        local = self.tid // self.lanes_per_head
+        local = self.tid >> (self.lanes_per_head.bit_length() - 1)
         head = first_head + local
         num_heads = lse.shape[1]
         present = head < num_heads

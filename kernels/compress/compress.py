@@ -51,14 +51,10 @@ def compile_windows(
 ) -> Any:
     """Compile the window kernel for one architecture, ratio, types and layout; needs no GPU."""
     width = _width(ratio, layout)
-    kernel: Any
-    if ratio == OVERLAP_RATIO:
-        kernel = OverlapWindows(dtype, layout)
-    else:
-        kernel = FullWindows(dtype, layout)
+    windows: Any = OverlapWindows if ratio == OVERLAP_RATIO else FullWindows
     return compile_for(
         arch,
-        kernel,
+        windows(dtype, layout),
         *_fake_operands(dtype, ratio, width),
         fake_rows(torch.float32, 2 * width),
         fake_rows(torch.int64, 2 * OVERLAP_RATIO if ratio == OVERLAP_RATIO else ratio),

@@ -70,4 +70,3 @@ class WriteState:
             total = [cm.add_rn(gates[i], added[i]) for i in range(LANE)]
             gate_target = target + self.width
             cm.store_vector(cm.element_pointer(state, gate_target, VECTOR_BYTES), total)
-

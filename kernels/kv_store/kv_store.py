@@ -89,9 +89,7 @@ class KvStore:
             position = positions[token]
             row = cm.element_pointer(kv, Int64(token) * kv.stride[0] + lane * LANE, VECTOR_BYTES)
             values = cm.load_float(row, LANE)
-            weight = cm.load_float(
-                cm.element_pointer(norm_weight, lane * LANE, VECTOR_BYTES), LANE
-            )
+            weight = cm.load_float(cm.element_pointer(norm_weight, lane * LANE, VECTOR_BYTES), LANE)
             limit = Int64(pool.shape[0]) * self.layout.page_size
             if slot >= Int64(0) and slot < limit:
                 mean = cm.lane_sum(cm.sum_of_squares(values), 32) * Float32(1.0 / HEAD_DIM)

@@ -11,12 +11,19 @@ import os
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from importlib.metadata import version
 from pathlib import Path
 
 from sglang_dsv4.bench.compare import Run, Sides, Values, compare, failed, table
-from sglang_dsv4.bench.workloads import COMPARED, SINGLE, Workload, best, measure
+from sglang_dsv4.bench.workloads import (
+    COMPARED,
+    SINGLE,
+    Workload,
+    best,
+    load_bench_serving,
+    measure,
+)
 from sglang_dsv4.bench.yardsticks import (
     STOCK_ENV,
     STOCK_NAME,
@@ -31,6 +38,9 @@ from sglang_dsv4.demo.server import Progress, Server, ServerError, exit_on_signa
 from sglang_dsv4.errors import Dsv4Error
 from sglang_dsv4.failure import EXIT_STATUS
 
+# The runs of each workload, by its name.
+Runs = dict[str, list[Values]]
+
 BASELINE = Path("launch/baselines/cpu.json")
 RESULTS = Path("bench")
 
@@ -38,51 +48,65 @@ RESULTS = Path("bench")
 def main(argv: Sequence[str] | None = None) -> int:
     """Run the benchmark; the exit status is described above."""
     args = _parse(argv)
-    os.environ["OMP_NUM_THREADS"] = str(args.threads)
-    progress = Progress()
     try:
-        with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sglang_dsv4-bench-") as folder:
-            run, single = benchmark(args, Path(folder), progress)
-        progress.update("timing stock transformers")
-        speed = transformers_speed(MODEL_DIR, 2000, SINGLE.output_len, args.threads)
-        progress.finish("done")
-        name = time.strftime("serving-%Y%m%d-%H%M%S.json")
-        run.save(args.results / name, single=single, transformers=vars(speed))
-        if args.update_baseline:
-            run.save(args.baseline)
-            print(f"Wrote {args.baseline}.")
-        baseline = Run.load(args.baseline) if args.baseline.is_file() else None
-        rows = compare(run, baseline)
+        with exit_on_signals():
+            return _run(args)
     except KeyboardInterrupt:
         print("\nInterrupted: the servers are stopped.")
         return 130
     except Dsv4Error as error:
         print(f"\n{error}", file=sys.stderr)
         return EXIT_STATUS
-    print(f"\nstock: {YARDSTICK}; {args.threads} thread(s) each\n{table(rows)}")
-    print(f"\n{against_transformers(single, speed)}\n\nresult: {args.results / name}")
-    if baseline is None:
+
+
+def _run(args: argparse.Namespace) -> int:
+    """Measure, write the result (and the baseline), print the tables."""
+    baseline = None
+    if args.baseline.is_file() and not args.update_baseline:
+        baseline = Run.load(args.baseline)
+    os.environ["OMP_NUM_THREADS"] = str(args.threads)
+    args.results.mkdir(parents=True, exist_ok=True)
+    progress = Progress()
+    run, runs = benchmark(args, progress)
+    progress.update("timing stock transformers")
+    speed = transformers_speed(MODEL_DIR, 2000, SINGLE.output_len, args.threads)
+    progress.finish("done")
+    result = args.results / time.strftime("serving-%Y%m%d-%H%M%S.json")
+    run.save(result, runs=runs, transformers=vars(speed))
+    if args.update_baseline:
+        run.save(args.baseline)
+        baseline = run
+    rows = compare(run, baseline)
+    print(f"\nstock: {YARDSTICK}; {args.threads} thread(s) each\n{table(rows)}\n")
+    print(f"{against_transformers(best(runs['ours'][SINGLE.name]), speed)}\n\nresult: {result}")
+    if args.update_baseline:
+        print(f"baseline: {args.baseline}, written from this run")
+    elif baseline is None:
         print(f"{args.baseline} is missing: write it with --update-baseline.")
     return 1 if failed(rows) else 0
 
 
-def benchmark(
-    args: argparse.Namespace, folder: Path, progress: Progress
-) -> tuple[Run, Values]:
+def benchmark(args: argparse.Namespace, progress: Progress) -> tuple[Run, dict[str, Runs]]:
     """Both servers one after the other: the compared workloads, and ``SINGLE`` on ours.
+
+    Returns:
+        the best of each, and all single runs of "stock" and "ours".
 
     Raises:
         ServerError: a server or a workload failed.
     """
-    stock_dir = folder / "stock"
-    make_stock_model(stock_dir, MODEL_DIR)
     port = free_port()
-    server = Server(stock_command(stock_dir, port), port, folder / "stock.log", STOCK_ENV)
-    stock = _on(server, STOCK_NAME, COMPARED, args, progress)
+    with tempfile.TemporaryDirectory(prefix="sglang_dsv4-bench-") as folder:
+        make_stock_model(Path(folder), MODEL_DIR)
+        command = stock_command(Path(folder), port)
+        server = Server(command, port, args.results / "stock.log", STOCK_ENV)
+        stock = _on(server, STOCK_NAME, COMPARED, args, progress)
     port = free_port()
-    server = Server(server_command(port), port, folder / "ours.log")
+    server = Server(server_command(port), port, args.results / "ours.log")
     ours = _on(server, MODEL_NAME, (*COMPARED, SINGLE), args, progress)
-    workloads = {w.name: Sides(w.options, ours[w.name], stock[w.name]) for w in COMPARED}
+    workloads = {
+        w.name: Sides(w.options, best(ours[w.name]), best(stock[w.name])) for w in COMPARED
+    }
     names = ("sglang", "torch", "transformers")
     run = Run(
         workloads,
@@ -91,7 +115,7 @@ def benchmark(
         f"{os.cpu_count()} cores, {_cpu_model()}",
         {name: version(name) for name in names},
     )
-    return run, ours[SINGLE.name]
+    return run, {"stock": stock, "ours": ours}
 
 
 def against_transformers(single: Values, speed: Speed) -> str:
@@ -111,18 +135,19 @@ def _on(
     workloads: Sequence[Workload],
     args: argparse.Namespace,
     progress: Progress,
-) -> Mapping[str, Values]:
+) -> Runs:
     """Start ``server``, run each workload ``args.repeats`` times, stop it."""
     with server:
+        # Its imports take as long as the server's, so they go side by side.
+        load_bench_serving()
         server.wait_ready(args.timeout, progress)
-        measured = {}
+        measured: Runs = {workload.name: [] for workload in workloads}
         try:
             for workload in workloads:
-                runs = []
                 for index in range(args.repeats):
                     progress.update(f"{model}: workload {workload.name}, run {index + 1}")
-                    runs.append(measure(server, model, MODEL_DIR, workload, server.log.parent))
-                measured[workload.name] = best(runs)
+                    values = measure(server, model, MODEL_DIR, workload)
+                    measured[workload.name].append(values)
         except ServerError as error:
             tail = "\n".join(server.log_text().splitlines()[-25:])
             raise ServerError(f"{error}\nThe server's last lines:\n{tail}") from error
@@ -142,9 +167,13 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--baseline", type=Path, default=BASELINE, help=f"default: {BASELINE}")
     parser.add_argument("--update-baseline", action="store_true", help="write it from this run")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder: {RESULTS}")
-    parser.add_argument("--repeats", type=int, default=2, help="runs of a workload, the best counts")
+    parser.add_argument(
+        "--repeats", type=int, default=2, help="runs of a workload, the best counts"
+    )
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of every server")
-    parser.add_argument("--timeout", type=float, default=600.0, help="seconds for a server to start")
+    parser.add_argument(
+        "--timeout", type=float, default=600.0, help="seconds for a server to start"
+    )
     args = parser.parse_args(argv)
     if args.repeats < 1 or args.threads < 1:
         parser.error("--repeats >= 1 and --threads >= 1 are wanted")

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
+from types import ModuleType
 
 import psutil
 
@@ -52,24 +53,20 @@ SINGLE = _random("single", 2, 2000, 32, clients=1)
 COMPARED = (RANDOM, SHARED_PREFIX)
 
 
-def measure(
-    server: Server, model: str, tokenizer: Path, workload: Workload, folder: Path
-) -> Values:
+def measure(server: Server, model: str, tokenizer: Path, workload: Workload) -> Values:
     """Run one workload against ``server`` and return the value of each of METRICS.
 
     Args:
-        server: a server that answers.
+        server: a server that answers; results go to a file beside its log.
         model: the name under which it serves.
         tokenizer: directory of its tokenizer.
-        folder: for bench_serving's result and output.
+        workload: what to run.
 
     Raises:
         ServerError: a request failed, or no text came back.
     """
-    from sglang.benchmark import serving
-
-    result_file = folder / f"{workload.name}.jsonl"
-    result_file.unlink(missing_ok=True)
+    serving = load_bench_serving()
+    result_file = server.log.with_name("bench_serving.jsonl")
     sampling = {
         "temperature": 0,
         "max_new_tokens": workload.output_len,
@@ -85,7 +82,7 @@ def measure(
     argv += ["--output-file", str(result_file), *workload.options]
     before = cpu_seconds(server.pid)
     output = io.StringIO()
-    with _arguments(argv), contextlib.redirect_stdout(output):
+    with _arguments(argv), _quiet(output):
         try:
             serving.cli_main()
         except (SystemExit, ValueError) as error:
@@ -143,6 +140,19 @@ def cpu_seconds(pid: int) -> float:
     process = psutil.Process(pid)
     times = [each.cpu_times() for each in (process, *process.children(recursive=True))]
     return sum(time.user + time.system for time in times)
+
+
+def load_bench_serving() -> ModuleType:
+    """The module of bench_serving, whose import takes about ten seconds."""
+    with _quiet(io.StringIO()):
+        from sglang.benchmark import serving
+    return serving
+
+
+@contextlib.contextmanager
+def _quiet(output: io.StringIO) -> Iterator[None]:
+    with contextlib.redirect_stdout(output), contextlib.redirect_stderr(output):
+        yield
 
 
 @contextlib.contextmanager

@@ -48,8 +48,7 @@ class Speed:
 
 
 def make_stock_model(folder: Path, tokenizer: Path) -> None:
-    """Write the yardstick's model directory: a config, and our tokenizer, whose ids it shares."""
-    folder.mkdir(parents=True)
+    """Fill the yardstick's model directory: a config, and our tokenizer, whose ids it shares."""
     (folder / "config.json").write_text(json.dumps(STOCK_CONFIG), encoding="utf-8")
     for file in tokenizer.glob("tokenizer*.json"):
         shutil.copy(file, folder)

@@ -8,25 +8,30 @@ import random
 from dataclasses import dataclass
 from itertools import product
 
-PLACES = "harbor museum workshop library market forest kitchen station garden temple".split()
-NAMES = "Anna Ben Clara David Emma Felix Grace Henry Julia Kevin Laura Martin Nina Paul".split()
-JOBS = "sailor driver merchant captain nurse pilot carpenter gardener teacher painter".split()
-ANIMALS = "turtle duck sheep rabbit owl fox mouse goat".split()
-MOODS = "happy sad calm proud hungry brave tired curious".split()
-WEATHER = "windy rainy foggy sunny cold warm stormy snowy".split()
-TIMES = "morning evening night noon winter summer spring autumn".split()
-NUMBERS = "two three four five six seven eight nine ten twelve".split()
-ACTIONS = "opened found moved painted borrowed carried lost polished".split()
-ADJECTIVES = (
+
+def _words(text: str) -> tuple[str, ...]:
+    return tuple(text.split())
+
+
+PLACES = _words("harbor museum workshop library market forest kitchen station garden temple")
+NAMES = _words("Anna Ben Clara David Emma Felix Grace Henry Julia Kevin Laura Martin Nina Paul")
+JOBS = _words("sailor driver merchant captain nurse pilot carpenter gardener teacher painter")
+ANIMALS = _words("turtle duck sheep rabbit owl fox mouse goat")
+MOODS = _words("happy sad calm proud hungry brave tired curious")
+WEATHER = _words("windy rainy foggy sunny cold warm stormy snowy")
+TIMES = _words("morning evening night noon winter summer spring autumn")
+NUMBERS = _words("two three four five six seven eight nine ten twelve")
+ACTIONS = _words("opened found moved painted borrowed carried lost polished")
+ADJECTIVES = _words(
     "amber black blue broken brown crimson giant golden green grey heavy narrow old orange pink "
     "purple red shiny silver tiny violet white wooden yellow"
-).split()
-OBJECTS = (
+)
+OBJECTS = _words(
     "anchor balloon barrel basket bell boat bridge bucket camera candle carpet clock compass "
     "crown drum engine flag gate globe guitar hammer helmet kettle key ladder lamp lantern map "
     "mirror needle piano radio ring robot rope shovel statue sword teapot telescope tent ticket "
     "train trumpet violin wagon wallet whistle window"
-).split()
+)
 
 FACT_FORMS = (
     "The access code of the {name} is {code}.",
@@ -121,21 +126,29 @@ def _filler(rng: random.Random) -> str:
     """One sentence that states no access code."""
     pick = rng.choice
     forms = (
-        lambda: f"The {pick(JOBS)} was {pick(MOODS)} because the {pick(OBJECTS)} was "
-        f"{pick(ADJECTIVES)}.",
+        lambda: (
+            f"The {pick(JOBS)} was {pick(MOODS)} because the {pick(OBJECTS)} was "
+            f"{pick(ADJECTIVES)}."
+        ),
         lambda: f"It was a {pick(WEATHER)} {pick(TIMES)} at the {pick(PLACES)}.",
-        lambda: f"The {pick(ANIMALS)} slept beside the {pick(ADJECTIVES)} {pick(OBJECTS)} all "
-        f"{pick(TIMES)}.",
+        lambda: (
+            f"The {pick(ANIMALS)} slept beside the {pick(ADJECTIVES)} {pick(OBJECTS)} all "
+            f"{pick(TIMES)}."
+        ),
         lambda: f"There were {pick(NUMBERS)} {pick(ADJECTIVES)} stones behind the {pick(PLACES)}.",
-        lambda: f"{pick(NAMES)} put the {pick(OBJECTS)} under the {pick(ADJECTIVES)} "
-        f"{pick(OBJECTS)}.",
+        lambda: (
+            f"{pick(NAMES)} put the {pick(OBJECTS)} under the {pick(ADJECTIVES)} {pick(OBJECTS)}."
+        ),
         lambda: f"The weather in the {pick(PLACES)} was {pick(WEATHER)} and {pick(WEATHER)}.",
         lambda: f"The {pick(PLACES)} was quiet, and the {pick(ANIMALS)} was {pick(MOODS)}.",
         lambda: f"{pick(NAMES)} asked the {pick(JOBS)} about the {pick(PLACES)}.",
-        lambda: f"In the {pick(TIMES)}, the {pick(JOBS)} {pick(ACTIONS)} a {pick(ADJECTIVES)} "
-        f"{pick(OBJECTS)}.",
+        lambda: (
+            f"In the {pick(TIMES)}, the {pick(JOBS)} {pick(ACTIONS)} a {pick(ADJECTIVES)} "
+            f"{pick(OBJECTS)}."
+        ),
         lambda: f"The old road from the {pick(PLACES)} to the {pick(PLACES)} was {pick(WEATHER)}.",
-        lambda: f"{pick(NAMES)} said that the {pick(PLACES)} was {pick(WEATHER)} that "
-        f"{pick(TIMES)}.",
+        lambda: (
+            f"{pick(NAMES)} said that the {pick(PLACES)} was {pick(WEATHER)} that {pick(TIMES)}."
+        ),
     )
     return pick(forms)()

@@ -147,7 +147,9 @@ class Server:
             if status is not None:
                 raise ServerError(f"The server ended with status {status} {self._evidence()}")
             if time.monotonic() > deadline:
-                raise ServerError(f"The server was not ready after {timeout:.0f} s {self._evidence()}")
+                raise ServerError(
+                    f"The server was not ready after {timeout:.0f} s {self._evidence()}"
+                )
             progress.update(stage_of(self.log_text()))
             time.sleep(0.5)
 

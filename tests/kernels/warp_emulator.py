@@ -156,6 +156,9 @@ class Instructions:
     def shared_store_f32(self, address, a):
         self.shared.store(address, [a], np.float32)
 
+    def shared_store_f32x2(self, address, a, b):
+        self.shared.store(address, [a, b], np.float32)
+
     def shared_load_f32(self, address):
         return self.shared.load(address, 1, np.float32)[0]
 
@@ -227,8 +230,8 @@ class Instructions:
         both = full(a, np.uint64) | (full(b, np.uint64) << np.uint64(32))
         out = np.zeros(32, np.uint32)
         for i in range(4):
-            digit = (int(selector) >> (4 * i)) & 7
-            byte = (both >> np.uint64(8 * digit)) & np.uint64(0xFF)
+            digit = (full(selector, np.uint64) >> np.uint64(4 * i)) & np.uint64(7)
+            byte = (both >> (np.uint64(8) * digit)) & np.uint64(0xFF)
             out |= byte.astype(np.uint32) << np.uint32(8 * i)
         return out
 
@@ -254,6 +257,14 @@ class Instructions:
 
     def shuffle_xor(self, x, mask):
         return full(x, np.float32)[LANES ^ mask]
+
+    def shuffle_index(self, x, source):
+        x = np.asarray(x)
+        return full(x, x.dtype)[full(source, np.int32) & 31]
+
+    def ballot(self, condition):
+        bits = full(condition, np.uint32) << np.arange(32, dtype=np.uint32)
+        return np.uint32(np.bitwise_or.reduce(bits))
 
 
 class Device:

@@ -1,0 +1,449 @@
+"""Inputs and checks of kv_store, norm_rope and compress; the benchmark runs them without pytest.
+
+Every check takes the operation under test and a device, so that the checks themselves are tested on
+a CPU with the reference in place of the kernel. A failed check raises AssertionError with the first
+mismatches: which row, which channel, what was found, what was wanted, and the latent behind it.
+
+The expected latents are computed by the reference's float32 steps on the device; they are encoded
+on the CPU, since torch divides by a scalar on a GPU with a reciprocal, which moves exact ties.
+"""
+
+import random
+
+import torch
+
+from sglang_dsv4.cache.kv_layout import INDEXER_GROUP, NVFP4_GROUP, IndexerLayout, KVFormat
+from sglang_dsv4.kernels.reference import compress as reference
+from sglang_dsv4.kernels.reference.hadamard import hadamard_transform
+from sglang_dsv4.kernels.reference.indexer_key import quantize_fp4_ue8m0
+from sglang_dsv4.kernels.reference.kv_store import encode_records, write_records
+from sglang_dsv4.kernels.reference.norm_rope import inverse_rope, q_norm_rope, rms_norm
+from sglang_dsv4.kernels.reference.nvfp4 import (
+    decode_packed,
+    e2m1_decode,
+    e2m1_encode,
+    quantize_nvfp4,
+)
+from sglang_dsv4.kernels.reference.paged import read_rows, write_rows
+from sglang_dsv4.kernels.reference.rope import YarnParams, apply_rope_tail, build_rope_table
+
+EPS = 1e-6
+MAX_POSITION = 8192
+GARBAGE_SLOTS = (-1, -(2**63), -2, 2**40, 2**63 - 1)
+# Relative error of a latent from the order of the sum of 512 squares: (16 + 5) * 2^-24 for either
+# order, halved by the square root, and two roundings: below 2^-19; twice that.
+NORM_ERROR = 2.0**-18
+# Relative to a row's largest value, of a window: exp2 and its argument (|gate - peak| <= 20, 24
+# bits) add 2^-19 to each weight, a sum of n weights another n * 2^-24, and a mean of 128 values
+# can be ten times smaller than they are.
+WINDOW_ERROR = 2.0**-14
+
+
+def rope_table(device, compressed=False):
+    yarn = YarnParams(16, 65536) if compressed else None
+    theta = 160000.0 if compressed else 10000.0
+    return build_rope_table(MAX_POSITION, theta, yarn=yarn).to(device)
+
+
+def garbage_pool(layout, num_pages, device, padding=0):
+    """Random bytes, pages `padding` bytes apart."""
+    size = (num_pages, layout.page_bytes + padding)
+    whole = torch.randint(0, 256, size, dtype=torch.uint8, device=device)
+    return whole[:, : layout.page_bytes]
+
+
+def describe(bad, found, wanted, behind=None, limit=6):
+    """Text of the first mismatches of two [rows, columns] tensors."""
+    lines = [f"{int(bad.sum())} of {bad.numel()} differ, in {int(bad.any(1).sum())} rows"]
+    for row, column in bad.nonzero()[:limit].tolist():
+        text = f"  row {row} column {column}: found {found[row, column].item()!r}"
+        text += f", wanted {wanted[row, column].item()!r}"
+        if behind is not None:
+            group = slice(column // 16 * 16, column // 16 * 16 + 16)
+            text += f"; group {[f'{v:.9g}' for v in behind[row, group].tolist()]}"
+        lines.append(text)
+    return "\n".join(lines)
+
+
+def assert_same_bytes(found, wanted, what, behind=None):
+    """Every byte of two [rows, bytes] tensors."""
+    found, wanted = found.cpu(), wanted.cpu()
+    bad = found != wanted
+    assert not bad.any(), f"{what}: {describe(bad, found, wanted, behind)}"
+
+
+def assert_only_rows_changed(pool, before, slots, layout, what):
+    """Bytes outside the rows at `slots` are as they were."""
+    pool, before, slots = pool.cpu(), before.cpu(), slots.cpu()
+    data, scale, valid = read_rows(pool, slots, layout)
+    expected = before.clone()
+    write_rows(expected, slots, layout, data, scale if layout.scale_bytes else None)
+    assert_same_bytes(pool, expected, f"{what}: bytes outside the named rows")
+    assert valid.any()
+
+
+def assert_encodes(pool, slots, latent, tolerance, layout, what):
+    """The rows at `slots` are encodings of values within `tolerance` [N, d] of `latent` [N, d].
+
+    For a quantised row: each scale is that of some amax within the tolerance, and each code lies
+    between the codes of latent -/+ tolerance under that scale. Returns the share of bytes that
+    differ from the encoding of `latent` itself.
+    """
+    data, scale, valid = (x.cpu() for x in read_rows(pool.cpu(), slots.cpu(), layout))
+    data, scale = data[valid], scale[valid]
+    latent, tolerance = latent.cpu()[valid], tolerance.cpu()[valid]
+    if layout.format is KVFormat.BFLOAT16:
+        assert_bf16(data, latent, tolerance, what)
+        return (data != latent.bfloat16().view(torch.uint8)).float().mean().item()
+    if isinstance(layout, IndexerLayout):
+        wanted, wanted_scale = quantize_fp4_ue8m0(latent)
+        codes, width = latent, INDEXER_GROUP
+    else:
+        wanted, wanted_scale = encode_records(latent, layout)
+        codes, width = latent[:, : layout.nope_dim], NVFP4_GROUP
+        assert not scale[:, layout.num_scales :].any(), f"{what}: reserved scale bytes are not zero"
+        rope = slice(layout.nope_dim, None)
+        assert_bf16(data[:, layout.nope_bytes :], latent[:, rope], tolerance[:, rope], what)
+    margin = tolerance[:, : codes.shape[1]]
+    assert_codes(data[:, : codes.shape[1] // 2], scale, codes, margin, width, what)
+    bytes_found, bytes_wanted = torch.cat((data, scale), 1), torch.cat((wanted, wanted_scale), 1)
+    return (bytes_found != bytes_wanted).float().mean().item()
+
+
+def assert_bf16(data, latent, tolerance, what):
+    """bf16 bytes of values within the tolerance, plus half an ulp; NaN where the latent is NaN."""
+    found = data.contiguous().view(torch.bfloat16).float()
+    bad = (found - latent).abs() > latent.abs() * 2.0**-8 + tolerance
+    bad |= found.isnan() != latent.isnan()
+    assert not bad.any(), f"{what}: bf16 values: {describe(bad, found, latent)}"
+
+
+def scale_bytes_of(amax, width):
+    """Scale byte of groups with a given largest magnitude."""
+    peaks = torch.zeros(*amax.shape, width)
+    peaks[..., 0] = amax
+    if width == INDEXER_GROUP:
+        return quantize_fp4_ue8m0(peaks.flatten(-2))[1]
+    return quantize_nvfp4(peaks.flatten(-2))[1].view(torch.uint8)
+
+
+def assert_codes(data, scale, latent, tolerance, width, what):
+    """Packed e2m1 codes and scales of values within the tolerance of `latent`."""
+    groups = latent.unflatten(-1, (-1, width))
+    margin = tolerance.unflatten(-1, (-1, width)).amax(-1)
+    amax = groups.abs().amax(-1)
+    scale = scale[:, : groups.shape[1]]
+    low, high = (scale_bytes_of((amax + m).clamp(min=0), width) for m in (-margin, margin))
+    # An infinite latent has an infinite margin: both ends saturate.
+    low = torch.where(amax.isinf(), high, low)
+    bad = (scale < low) | (scale > high)
+    assert not bad.any(), f"{what}: scales: {describe(bad, scale, low)} .. {high[bad][:6].tolist()}"
+
+    poisoned = groups.isnan().any(-1)
+    if width == INDEXER_GROUP:
+        step = scale.contiguous().view(torch.float8_e8m0fnu).float()
+    else:
+        step = scale.contiguous().view(torch.float8_e4m3fn).float()
+        step = step.masked_fill(step == 0, torch.inf)
+    found = decode_packed(data).unflatten(-1, (-1, width))
+    spread = tolerance.unflatten(-1, (-1, width))
+    ends = [e2m1_decode(e2m1_encode((groups + s * spread) / step[..., None])) for s in (-1, 1)]
+    bad = (found < ends[0]) | (found > ends[1])
+    infinite = groups.isinf()
+    bad = torch.where(infinite, found != 6.0 * groups.sign(), bad)
+    bad = torch.where(poisoned[..., None], found != 0, bad)
+    flat = [x.flatten(1) for x in (bad, found, ends[0])]
+    assert not bad.any(), f"{what}: codes: {describe(*flat, latent)}"
+
+
+# kv_store
+
+
+def integer_rows(count, dtype, device):
+    """Rows whose sum of squares is exact in float32 in any order: integers times a power of two.
+
+    Some rows are all zeros, some have negative zeros.
+    """
+    limit = 127 if dtype is not torch.float16 else 31
+    rows = torch.randint(-limit, limit + 1, (count, 512)).float()
+    low, high = (-20, 20) if dtype is not torch.float16 else (-4, 4)
+    rows *= 2.0 ** torch.randint(low, high, (count, 1)).float()
+    rows[torch.rand(count, 512) < 0.05] = -0.0
+    rows[3::17] = 0.0
+    return rows.to(dtype).to(device)
+
+
+def hostile_rows(count, dtype, device):
+    """Random rows with huge, tiny, infinite and NaN ones among them."""
+    rows = torch.randn(count, 512)
+    rows[0::9] *= 1e4
+    rows[1::9] *= 1e-6
+    if dtype is not torch.float16:
+        rows[2::27] *= 1e18
+        rows[5::27] *= 1e-30
+    rows[7::27, 100] = torch.nan
+    rows[8::27, 500] = torch.inf
+    rows[4::27] = 0.0
+    return rows.to(dtype).to(device)
+
+
+def norm_weights(dtype, device, hostile):
+    """Weights around one, or spread so that scales are subnormal, saturated and all between."""
+    weight = torch.rand(512) + 0.5
+    if hostile:
+        weight = weight * 2.0 ** (torch.rand(512) * 4 - 2)
+        factors = torch.tensor([1e-5, 1e-3, 0.02, 1.0, 5.0, 1e3, 1e5, 0.0])
+        weight = (weight.view(-1, 16) * factors.repeat(4)[:, None]).flatten()
+    return weight.to(dtype).to(device)
+
+
+def kv_slots(count, pool, layout, device):
+    """Distinct slots of the pool, every seventh replaced by one outside it."""
+    slots = torch.randperm(pool.shape[0] * layout.page_size)[:count]
+    outside = torch.tensor([*GARBAGE_SLOTS, pool.shape[0] * layout.page_size])
+    slots[::7] = outside[torch.arange(len(slots[::7])) % len(outside)]
+    return slots.to(device)
+
+
+def check_kv_store(op, device, layout, dtype, weight_dtype, exact, count=1001):
+    """kv_store on integer rows (bit for bit) or on hostile rows (within the norm's rounding)."""
+    pages = -(-2 * count // layout.page_size)
+    pool = garbage_pool(layout, pages, device, padding=48)
+    before = pool.clone()
+    wide = torch.zeros(count, 1024 + 512, dtype=dtype, device=device)
+    kv = wide[:, 1024:]
+    kv.copy_((integer_rows if exact else hostile_rows)(count, dtype, device))
+    weight = norm_weights(weight_dtype, device, exact)
+    positions = torch.randint(0, MAX_POSITION, (count,), device=device)
+    table, slots = rope_table(device), kv_slots(count, pool, layout, device)
+    op(kv, weight, EPS, positions, table, slots, pool, layout)
+
+    latent = apply_rope_tail(rms_norm(kv.float(), weight, EPS), positions, table).cpu()
+    what = f"kv_store {layout.tag} {dtype} weight {weight_dtype} exact={exact}"
+    if exact:
+        wanted = before.cpu()
+        write_records(latent, slots.cpu(), wanted, layout)
+        report_record_mismatch(pool.cpu(), wanted, slots.cpu(), latent, layout, what)
+        return 0.0
+    assert_only_rows_changed(pool, before, slots, layout, what)
+    # RoPE mixes two values, so its error is relative to the larger one of the row.
+    tolerance = latent.abs() * NORM_ERROR
+    peak = latent[:, layout.nope_dim :].abs().amax(1, keepdim=True)
+    tolerance[:, layout.nope_dim :] = peak * NORM_ERROR
+    return assert_encodes(pool, slots, latent, tolerance, layout, what)
+
+
+def report_record_mismatch(pool, wanted, slots, latent, layout, what):
+    """Bitwise comparison, told by the parts of a record; NaN of bf16 may have any payload."""
+    found_parts, wanted_parts = (read_rows(p, slots, layout) for p in (pool, wanted))
+    valid = found_parts[2]
+    names = ("data", "scales")
+    for name, found, want in zip(names, found_parts, wanted_parts, strict=False):
+        behind = latent[valid] if name == "scales" else None
+        assert_same_bytes(found[valid], want[valid], f"{what}: {name}", behind)
+    assert_same_bytes(pool, wanted, f"{what}: bytes outside the named rows")
+
+
+# norm_rope
+
+
+def check_norm_rope(op, device, heads, dtype, exact, inverse, tokens=129):
+    """q_norm_rope or inverse_rope on strided heads; bit for bit where the sum is exact."""
+    make = integer_rows if exact else hostile_rows
+    wide = torch.zeros(tokens, heads, 1024, dtype=dtype, device=device)
+    x = wide[..., 512:]
+    x.copy_(make(tokens * heads, dtype, device).view(tokens, heads, 512))
+    positions = torch.randint(0, MAX_POSITION, (tokens,), device=device)
+    table = rope_table(device)
+    before = x.clone()
+    found = op(x, positions, table) if inverse else op(x, positions, table, EPS)
+    assert torch.equal(x.nan_to_num(), before.nan_to_num()), "the operand changed"
+    wanted = inverse_rope(x, positions, table) if inverse else q_norm_rope(x, positions, table, EPS)
+    assert found.shape == wanted.shape and found.dtype == wanted.dtype
+    found, wanted = (y.float().cpu().flatten(0, 1) for y in (found, wanted))
+    same = (found == wanted) | (found.isnan() & wanted.isnan())
+    same &= (torch.signbit(found) == torch.signbit(wanted)) | found.isnan()
+    what = f"norm_rope H={heads} {dtype} exact={exact} inverse={inverse}"
+    if exact or inverse:
+        assert same.all(), f"{what}: {describe(~same, found, wanted)}"
+        return 0.0
+    ulp = {torch.bfloat16: 2.0**-7, torch.float16: 2.0**-10, torch.float32: 2.0**-23}[dtype]
+    # One ulp of the type where the float32 value straddles a rounding boundary.
+    peak = wanted.abs().nan_to_num().amax(1, keepdim=True)
+    near = (found - wanted).abs() <= wanted.abs() * ulp + peak * NORM_ERROR
+    bad = ~(same | near)
+    assert not bad.any(), f"{what}: {describe(bad, found, wanted)}"
+    return (~same).float().mean().item()
+
+
+# compress
+
+
+class Batch:
+    """A ragged batch for one ratio: lengths of new tokens, prefixes, projections, plan, state."""
+
+    def __init__(self, ratio, lengths, prefixes, width, dtype, device, seed=0):
+        self.ratio, self.device = ratio, device
+        ring = 8 if ratio == 4 else 128
+        tokens = sum(lengths)
+        source, positions, slots, rows, locs, all_positions = [], [], [], [], [], []
+        start = 0
+        for request, (length, prefix) in enumerate(zip(lengths, prefixes, strict=True)):
+            for position in range(prefix, prefix + length):
+                row = start + position - prefix
+                all_positions.append(position)
+                if position >= prefix + length - ring:
+                    rows.append(row)
+                    locs.append(request * ring + position % ring)
+                if position % ratio != ratio - 1:
+                    continue
+                wanted = range(position - (8 if ratio == 4 else ratio) + 1, position + 1)
+                source.append(
+                    [
+                        -1
+                        if p < 0
+                        else start + p - prefix
+                        if p >= prefix
+                        else tokens + request * ring + p % ring
+                        for p in wanted
+                    ]
+                )
+                positions.append(position - ratio + 1)
+                slots.append(len(slots))
+            start += length
+        generator = torch.Generator().manual_seed(seed)
+        series = width * (2 if ratio == 4 else 1)
+        # kv and gate are the halves of one projection, as in the model.
+        both = torch.randn(tokens, 2 * series, generator=generator)
+        both[:, series:] *= 3.0
+        self.kv, self.gate = both.to(dtype).to(device).chunk(2, dim=-1)
+        self.bias = torch.randn(ratio, series, generator=generator).to(device)
+        # Rows are spare at the end, so that a wrong row index reads NaN instead of faulting.
+        state = torch.full((len(lengths) * ring + 3, 2 * series), torch.nan)
+        state[: len(lengths) * ring] = torch.randn(
+            len(lengths) * ring, 2 * series, generator=generator
+        )
+        self.state = state.to(device)
+        order = list(range(len(slots)))
+        random.Random(seed).shuffle(order)
+        kinds = 2 * 4 if ratio == 4 else ratio
+        self.plan = reference.CompressPlan(
+            ratio=ratio,
+            source=torch.tensor(source, dtype=torch.int64).view(-1, kinds).to(device),
+            positions=torch.tensor(positions, dtype=torch.int64, device=device),
+            slots=torch.tensor(order, dtype=torch.int64, device=device),
+            write_rows=torch.tensor(rows, dtype=torch.int64, device=device),
+            write_locs=torch.tensor(locs, dtype=torch.int64, device=device),
+        )
+        self.positions = torch.tensor(all_positions, dtype=torch.int64, device=device)
+
+    def pad(self, windows, rows):
+        """Padding windows and rows, as a CUDA graph of a larger batch has."""
+        plan, device = self.plan, self.device
+        none = torch.full((windows,), -1, dtype=torch.int64, device=device)
+        self.plan = reference.CompressPlan(
+            ratio=self.ratio,
+            source=torch.cat((plan.source, none[:, None].expand(-1, plan.source.shape[1]))),
+            positions=torch.cat((plan.positions, none * 0)),
+            slots=torch.cat((plan.slots, none)),
+            write_rows=torch.cat((plan.write_rows, torch.zeros_like(none[:1]).expand(rows))),
+            write_locs=torch.cat((plan.write_locs, none[:1].expand(rows))),
+        )
+        return self
+
+    def run(self, op, state, pool, layout, weight, table):
+        op(
+            self.kv,
+            self.gate,
+            self.bias,
+            self.positions,
+            state,
+            self.plan,
+            weight,
+            EPS,
+            table,
+            pool,
+            layout,
+        )
+
+
+def ragged(kind, ratio):
+    """(lengths, prefixes) of a named batch."""
+    lengths = {
+        "72x4+24x3": [4] * 72 + [3] * 24,
+        "104x3+24x2": [3] * 104 + [2] * 24,
+        "decode": [1] * 256,
+        "prefill": [4096],
+        "chunks": [517, 1, 130, 64, 3, 1025],
+        "first": [ratio, ratio - 1, ratio + 1, 2 * ratio, 5],
+    }[kind]
+    generator = random.Random(7)
+    prefixes = [generator.randrange(0, 700) for _ in lengths]
+    if kind in ("prefill", "first"):
+        prefixes = [0] * len(lengths)
+    if kind in ("72x4+24x3", "104x3+24x2", "decode") and ratio == 128:
+        # Without this almost no request would close a window.
+        prefixes = [128 * generator.randrange(1, 5) - generator.randrange(1, 5) for _ in lengths]
+    return lengths, prefixes
+
+
+RAGGED = ("72x4+24x3", "104x3+24x2", "decode", "prefill", "chunks", "first")
+
+
+def check_compress(op, device, ratio, layout, kind, dtype, weight_dtype, padding=0):
+    """compress_store on a ragged batch: records within rounding, the state bit for bit."""
+    width = layout.head_dim
+    batch = Batch(ratio, *ragged(kind, ratio), width, dtype, device)
+    if padding:
+        batch.pad(padding, padding)
+    windows = batch.plan.slots.numel()
+    pool = garbage_pool(layout, windows // layout.page_size + 2, device)
+    before, state = pool.clone(), batch.state.clone()
+    weight = (torch.rand(width) + 0.5).to(weight_dtype).to(device)
+    table = rope_table(device, compressed=True)
+    batch.run(op, state, pool, layout, weight, table)
+
+    wanted_state = batch.state.clone()
+    entries = reference.compress(
+        batch.kv, batch.gate, batch.bias, batch.positions, wanted_state, batch.plan
+    )
+    latent = apply_rope_tail(rms_norm(entries, weight, EPS), batch.plan.positions, table)
+    what = f"compress ratio {ratio} {layout.tag} {kind} {dtype}"
+    if isinstance(layout, IndexerLayout):
+        latent = hadamard_transform(latent)
+    found, wanted = (s.view(torch.int32).cpu() for s in (state, wanted_state))
+    bad = found != wanted
+    assert not bad.any(), f"{what}: state: {describe(bad, state.cpu(), wanted_state.cpu())}"
+    if not (batch.plan.slots >= 0).any():
+        assert_same_bytes(pool, before, f"{what}: pool without windows")
+        return 0.0
+    assert_only_rows_changed(pool, before, batch.plan.slots, layout, what)
+    latent = latent.cpu()
+    tolerance = (latent.abs().amax(1, keepdim=True) * WINDOW_ERROR).expand_as(latent)
+    return assert_encodes(pool, batch.plan.slots, latent, tolerance, layout, what)
+
+
+def check_chunked_prefill(op, device, ratio, layout, dtype, cut=1301, length=2048):
+    """A prompt in two passes leaves the same bytes as in one: the state loses nothing."""
+    width = layout.head_dim
+    whole = Batch(ratio, [length], [0], width, dtype, device)
+    first = Batch(ratio, [cut], [0], width, dtype, device)
+    second = Batch(ratio, [length - cut], [cut], width, dtype, device)
+    weight = torch.rand(width, device=device) + 0.5
+    table = rope_table(device, compressed=True)
+    pools = [garbage_pool(layout, length // ratio // layout.page_size + 1, device)]
+    pools.append(pools[0].clone())
+    states = [torch.full_like(whole.state, torch.nan) for _ in range(2)]
+    whole.plan.slots.copy_(torch.arange(len(whole.plan.slots)))
+    whole.run(op, states[0], pools[0], layout, weight, table)
+    done = 0
+    for part, rows in ((first, slice(0, cut)), (second, slice(cut, length))):
+        part.kv, part.gate, part.bias = whole.kv[rows], whole.gate[rows], whole.bias
+        count = len(part.plan.slots)
+        part.plan.slots.copy_(torch.arange(done, done + count))
+        done += count
+        part.run(op, states[1], pools[1], layout, weight, table)
+    what = f"chunked prefill ratio {ratio} {layout.tag}"
+    assert_same_bytes(pools[1], pools[0], f"{what}: pool")
+    found, wanted = (s.view(torch.int32).cpu() for s in reversed(states))
+    assert torch.equal(found, wanted), f"{what}: state differs"

@@ -1,0 +1,163 @@
+"""kv_store, norm_rope and compress compile for every architecture; their e2m1 and e4m3 steps agree
+with the reference on the CPU."""
+
+import re
+import shutil
+import subprocess
+from pathlib import Path
+
+import cutlass
+import pytest
+import torch
+from cutlass import Float32, Int32, Uint32, cute
+from cutlass.cute.runtime import from_dlpack
+
+from sglang_dsv4.cache.kv_layout import IndexerLayout, KVFormat, RecordLayout
+from sglang_dsv4.kernels import cute_math as cm
+from sglang_dsv4.kernels.compress.compress import compile_windows, compile_write_state
+from sglang_dsv4.kernels.jit import cubin_of
+from sglang_dsv4.kernels.kv_store.kv_store import compile_kv_store
+from sglang_dsv4.kernels.norm_rope.norm_rope import compile_norm_rope
+from sglang_dsv4.kernels.reference.nvfp4 import e2m1_encode, unpack_nibbles
+
+ARCHS = ("sm_90a", "sm_100a", "sm_120a")
+BF16, F32 = torch.bfloat16, torch.float32
+RECORD, PAIRS = RecordLayout(KVFormat.NVFP4, 64), RecordLayout(KVFormat.NVFP4, 2)
+WIDE, KEYS = RecordLayout(KVFormat.BFLOAT16, 64), IndexerLayout(KVFormat.NVFP4, 64)
+WIDE_KEYS = IndexerLayout(KVFormat.BFLOAT16, 64)
+# Name: (builder, static arguments, least 16-byte loads, least 16-byte stores).
+KERNELS = {
+    "kv_store": (compile_kv_store, (BF16, BF16, RECORD), 8, 3),
+    "kv_store-f32-bf16": (compile_kv_store, (F32, F32, WIDE), 12, 2),
+    "q_norm_rope": (compile_norm_rope, (BF16, 64, True, False), 6, 4),
+    "inverse_rope": (compile_norm_rope, (BF16, 64, False, True), 6, 4),
+    "q_norm_rope-1": (compile_norm_rope, (BF16, 1, True, False), 4, 2),
+    "c4": (compile_windows, (4, BF16, BF16, RECORD), 32, 1),
+    "c4-bf16": (compile_windows, (4, BF16, BF16, WIDE), 32, 1),
+    "c128": (compile_windows, (128, BF16, BF16, PAIRS), 24, 1),
+    "keys": (compile_windows, (4, BF16, BF16, KEYS), 32, 0),
+    "keys-bf16": (compile_windows, (4, BF16, BF16, WIDE_KEYS), 32, 1),
+    "state-c4": (compile_write_state, (4, BF16, 1024), 4, 4),
+    "state-c128": (compile_write_state, (128, F32, 512), 6, 4),
+}
+
+
+def tool(name):
+    """A disassembler of the triton wheel, or of the PATH; skips where there is none."""
+    try:
+        import triton
+
+        bundled = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / name
+        if bundled.is_file():
+            return str(bundled)
+    except ImportError:
+        pass
+    return shutil.which(name) or pytest.skip(f"no {name} in the triton wheel or on the PATH")
+
+
+def instructions(cubin, folder):
+    """Opcodes of the kernel, such as LDG.E.128.CONSTANT."""
+    path = folder / "kernel.cubin"
+    path.write_bytes(cubin)
+    command = [tool("nvdisasm"), "-c", str(path)]
+    text = subprocess.run(command, check=True, capture_output=True, text=True).stdout
+    return re.findall(r"^\s+/\*[0-9a-f]+\*/\s+(?:@!?U?P\w+\s+)?([A-Z][\w.]*)", text, re.M)
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("name", list(KERNELS))
+def test_compiles_and_is_what_it_claims(name, arch, tmp_path):
+    builder, static, loads, stores = KERNELS[name]
+    found = instructions(cubin_of(builder, arch, *static), tmp_path)
+    assert len(found) > 50
+    spills = [op for op in found if op.startswith(("LDL", "STL"))]
+    assert not spills
+    # An FP64 instruction would be a Python float that was not meant to be one.
+    assert not [op for op in found if re.match(r"D(ADD|MUL|FMA|SETP)|F2F\.\w*64", op)]
+    wide = [op for op in found if ".128" in op]
+    assert sum(op.startswith("LDG") for op in wide) >= loads, wide
+    assert sum(op.startswith("STG") for op in wide) >= stores, wide
+    # Reads without conversion would be byte-wise fallbacks of an unaligned pointer.
+    assert not [op for op in found if re.match(r"(LDG|STG)\.E\.U?[SU]?(8|16)\b", op)]
+
+
+@cute.jit
+def encode_rows(values: cute.Tensor, scales: cute.Tensor, words: cute.Tensor, keep: cutlass.Constexpr):
+    """Words of rows of 8 values under one scale each, on the host."""
+    for row in range(cute.size(scales)):
+        bounds = cm.nvfp4_bounds(scales[row])
+        words[row] = cm.e2m1_word([values[row, i] for i in range(8)], bounds, keep)
+
+
+def host_codes(values, scales, keep):
+    """Codes [n, 8] by the device helper, run by CuTeDSL on the CPU."""
+    words = torch.zeros(len(scales), dtype=torch.int32)
+    operands = [from_dlpack(x.contiguous()) for x in (values, scales, words.view(torch.uint32))]
+    encode_rows(*operands, keep)
+    return unpack_nibbles(words.view(torch.uint8).view(-1, 4))
+
+
+def boundary_values(scale):
+    """Every midpoint times a scale with its neighbours three floats away on either side, signed."""
+    edges = torch.tensor(cm.E2M1_MIDPOINTS) * scale
+    bits = edges.view(torch.int32)[:, None] + torch.arange(-3, 4, dtype=torch.int32)
+    values = bits.clamp(min=0).view(torch.float32).flatten()
+    special = torch.tensor([0.0, 1e-45, 1e-30, 6.0 * scale, 7.0 * scale, 1e38, torch.inf])
+    values = torch.cat((values, special))
+    return torch.cat((values, -values))
+
+
+def test_codes_without_division_are_the_codes_of_the_quotient():
+    # All positive finite e4m3 scales, subnormal ones included, at and around every boundary.
+    scales = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
+    values = torch.stack([boundary_values(scale.item()) for scale in scales])
+    noise = torch.randn(len(scales), 400) * scales[:, None] * 3
+    values = torch.cat((values, noise), dim=1)
+    values = values[:, : values.shape[1] // 8 * 8]
+    wanted = e2m1_encode(values / scales[:, None])
+    repeated = scales.repeat_interleave(values.shape[1] // 8)
+    found = host_codes(values.reshape(-1, 8), repeated, True).view_as(wanted)
+    bad = (found != wanted).nonzero()
+    assert not len(bad), [
+        (values[i, j].item(), scales[i].item(), found[i, j].item(), wanted[i, j].item())
+        for i, j in bad[:5].tolist()
+    ]
+
+
+def test_scale_zero_keeps_signs_only():
+    values = torch.tensor([[0.0, -0.0, 1e-9, -1e-9, 1e-3, -1e-3, 0.1, -0.1]])
+    assert host_codes(values, torch.zeros(1), True).tolist() == [[0, 8] * 4]
+
+
+def test_indexer_codes_lose_the_sign_of_zero():
+    values = torch.tensor([[-0.0, -0.2, -0.25, -0.26, 0.2, -0.75, -5.0, -5.1]])
+    assert host_codes(values, torch.ones(1), False).tolist() == [[0, 0, 0, 9, 0, 10, 14, 15]]
+
+
+@cute.jit
+def hadamard_signs(lanes: Int32, out: cute.Tensor):
+    """bit tricks of the scale words: byte positions of records and keys."""
+    for lane in range(lanes):
+        out[lane] = Uint32(1) << (lane % 8 * 4)
+
+
+def test_scale_bytes_land_in_their_place():
+    # Even channel lanes 0, 2, 4, 6 of a record carry the scales 0..3 of one word.
+    out = torch.zeros(8, dtype=torch.int32)
+    hadamard_signs(8, from_dlpack(out.view(torch.uint32)))
+    assert [out[lane].item() for lane in (0, 2, 4, 6)] == [1, 1 << 8, 1 << 16, 1 << 24]
+
+
+@cute.jit
+def absolute_values(values: cute.Tensor, out: cute.Tensor):
+    """cute_math.absolute on the host."""
+    for i in range(cute.size(values)):
+        out[i] = cm.absolute(Float32(values[i]))
+
+
+def test_absolute_clears_the_sign_of_everything():
+    values = torch.tensor([-0.0, -1.5, -torch.inf, -torch.nan, 2.0])
+    out = torch.zeros(5)
+    absolute_values(from_dlpack(values), from_dlpack(out))
+    assert not torch.signbit(out).any()
+    assert torch.equal(out.nan_to_num(-1.0, 9.0), torch.tensor([0.0, 1.5, 9.0, -1.0, 2.0]))
