@@ -6,6 +6,7 @@ table gives the full-pool slot of each position, the allocator's mapping gives i
 """
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import torch
 
@@ -65,6 +66,7 @@ class AttentionMetadata:
     plan_c4: CompressPlan
     plan_c128: CompressPlan
 
+    @cached_property
     def c128_token_slots(self) -> torch.Tensor:
         """Every visible ratio-128 entry of each token: int64 [T, L128], -1 beyond the visible."""
         slots = self.c128_slots[self.row_of_token]

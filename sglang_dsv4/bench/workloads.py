@@ -10,6 +10,7 @@ import contextlib
 import io
 import json
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -57,7 +58,7 @@ def measure(server: Server, model: str, tokenizer: Path, workload: Workload) -> 
     """Run one workload against ``server`` and return the value of each of METRICS.
 
     Args:
-        server: a server that answers; results go to a file beside its log.
+        server: a server that answers.
         model: the name under which it serves.
         tokenizer: directory of its tokenizer.
         workload: what to run.
@@ -66,7 +67,6 @@ def measure(server: Server, model: str, tokenizer: Path, workload: Workload) -> 
         ServerError: a request failed, or no text came back.
     """
     serving = load_bench_serving()
-    result_file = server.log.with_name("bench_serving.jsonl")
     sampling = {
         "temperature": 0,
         "max_new_tokens": workload.output_len,
@@ -79,20 +79,21 @@ def measure(server: Server, model: str, tokenizer: Path, workload: Workload) -> 
     argv += ["--tokenizer", str(tokenizer), "--tokenize-prompt"]
     argv += ["--extra-request-body", json.dumps({"sampling_params": sampling})]
     argv += ["--flush-cache", "--warmup-requests", "1", "--seed", "1", "--disable-tqdm"]
-    argv += ["--output-file", str(result_file), *workload.options]
-    before = cpu_seconds(server.pid)
+    argv += workload.options
     output = io.StringIO()
-    with _arguments(argv), _quiet(output):
+    before = cpu_seconds(server.pid)
+    with tempfile.TemporaryDirectory(prefix="sglang_dsv4-bench-") as folder:
+        result = Path(folder, "result.jsonl")
         try:
-            serving.cli_main()
+            with _arguments([*argv, "--output-file", str(result)]), _quiet(output):
+                serving.cli_main()
         except (SystemExit, ValueError) as error:
             raise ServerError(
                 f"bench_serving stopped in workload {workload.name} ({error}), wanted a result; "
                 f"its output:\n{output.getvalue()[-2000:]}"
             ) from error
-    cpu = cpu_seconds(server.pid) - before
-    result = json.loads(result_file.read_text(encoding="utf-8").splitlines()[-1])
-    return extract(result, workload, cpu)
+        values = json.loads(result.read_text(encoding="utf-8"))
+    return extract(values, workload, cpu_seconds(server.pid) - before)
 
 
 def extract(result: dict, workload: Workload, cpu: float) -> Values:

@@ -121,5 +121,5 @@ class Attention(nn.Module):
         )
         indexer = self.compressor.indexer
         if indexer is None:
-            return backend.forward_metadata.c128_token_slots()
+            return backend.forward_metadata.c128_token_slots
         return indexer(self.layer_id, hidden, q_residual, rope_table, backend)

@@ -110,7 +110,7 @@ def test_hca_tokens_see_whole_windows_only(parts):
     world = make_world(rows=4, context=768)
     batch = make_batch(world, parts)
     meta = build(world, batch)
-    for token, slots in enumerate(meta.c128_token_slots().tolist()):
+    for token, slots in enumerate(meta.c128_token_slots.tolist()):
         position = int(batch.positions[token])
         assert sum(slot >= 0 for slot in slots) == (position + 1) // 128
 
