@@ -19,7 +19,7 @@ from collections.abc import Sequence
 from typing import Any
 
 import cutlass
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 LOG2_E = 1.4426950408889634
@@ -34,6 +34,18 @@ def element_pointer(tensor: cute.Tensor, offset: Any, align: int) -> cute.Pointe
     """Pointer to element `offset` (an integer, 64-bit where it may be large) of a tensor's memory,
     which the caller knows to be `align` bytes aligned."""
     return (tensor.iterator + offset).align(align)
+
+
+def stride_of(tensor: cute.Tensor, axis: int = 0) -> Any:
+    """Distance of neighbours along an axis, in elements."""
+    strides: Any = tensor.stride
+    return strides[axis]
+
+
+def rows_in(tensor: cute.Tensor) -> Int64:
+    """Length of the first axis."""
+    shape: Any = tensor.shape
+    return Int64(shape[0])
 
 
 def load_vector(pointer: cute.Pointer, count: int) -> list[Any]:
@@ -139,7 +151,8 @@ def exp2(a: Float32) -> Float32:
 
 def absolute(a: Float32) -> Float32:
     """|a|; a NaN loses its sign."""
-    return (a.bitcast(Uint32) & Uint32(0x7FFFFFFF)).bitcast(Float32)
+    bits: Any = a.bitcast(Uint32)
+    return (bits & Uint32(0x7FFFFFFF)).bitcast(Float32)
 
 
 def max_nan(a: Float32, b: Float32) -> Float32:
@@ -225,7 +238,8 @@ def e2m1_word(
         lower = select(bit2, bounds[4], bounds[0])
         bit0 = magnitude > select(bit1, upper, lower)
         shift = 4 * i
-        sign = (value.bitcast(Uint32) & Uint32(0x80000000)) >> (28 - shift)
+        bits: Any = value.bitcast(Uint32)
+        sign = (bits & Uint32(0x80000000)) >> (28 - shift)
         if not keep_negative_zero:
             sign = select(magnitude > bounds[0], sign, zero)
         word = word | select(bit2, Uint32(4 << shift), zero)

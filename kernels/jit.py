@@ -3,7 +3,7 @@
 A kernel file has one builder, decorated with `compiled_kernel`, whose first argument is the
 architecture and whose other arguments are the static shape; it calls `compile_for` on fake tensors
 and never launches. Calling the decorated builder returns the compiled function from memory, else
-from an object file on disk, else by compiling and exporting it. The folder of the object files
+from an object file on disk, which is compiled and exported when it is not there. The files' folder
 carries the fingerprint of every kernel source and of the versions that shape the binary, so an
 edit or an upgrade never meets an old object. `cubin_of` compiles without cache, for SASS checks.
 """
@@ -25,6 +25,8 @@ from cutlass import cute
 from cutlass.base_dsl.env_manager import get_prefix_dsl_libs
 from cutlass.cute.runtime import make_fake_stream
 
+from sglang_dsv4.cache import kv_layout
+
 CACHE_VARIABLE = "SGLANG_DSV4_NVFP4_KERNEL_CACHE"
 _FUNCTION = "launch"
 _keep_folder: ContextVar[str | None] = ContextVar("keep_folder", default=None)
@@ -44,8 +46,6 @@ def fingerprint() -> str:
     """Hash of all kernel sources, the byte layout, and the versions that the binary depends on."""
     digest = hashlib.sha256()
     root = Path(__file__).resolve().parent
-    import sglang_dsv4.cache.kv_layout as kv_layout
-
     sources = [p for p in sorted(root.rglob("*.py")) if "reference" not in p.parts]
     for source in (*sources, Path(kv_layout.__file__)):
         digest.update(source.name.encode() + b"\0" + source.read_bytes() + b"\0")
@@ -57,7 +57,7 @@ def fingerprint() -> str:
 @functools.lru_cache(maxsize=1)
 def _load_runtime() -> None:
     """Make the launch symbols visible, so that exporting for another arch finds them."""
-    for library in get_prefix_dsl_libs("CUTE_DSL").split(os.pathsep):
+    for library in (get_prefix_dsl_libs("CUTE_DSL") or "").split(os.pathsep):
         ctypes.CDLL(library, mode=ctypes.RTLD_GLOBAL)
 
 
@@ -97,17 +97,11 @@ def compiled_kernel(builder: Callable[..., Any]) -> Callable[..., Any]:
 
     @functools.wraps(builder)
     def wrapper(*key: Any) -> Any:
-        found = memory.get(key)
-        if found is not None:
-            return found
-        path = _object_path(builder, key)
-        if path.is_file():
-            module = cute.runtime.load_module(str(path), enable_tvm_ffi=True)
-            memory[key] = module[_FUNCTION]
-        else:
-            compiled = builder(*key)
-            _export(compiled, path)
-            memory[key] = compiled
+        if key not in memory:
+            path = _object_path(builder, key)
+            if not path.is_file():
+                _export(builder(*key), path)
+            memory[key] = cute.runtime.load_module(str(path), enable_tvm_ffi=True)[_FUNCTION]
         return memory[key]
 
     return wrapper

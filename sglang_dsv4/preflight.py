@@ -22,7 +22,7 @@ PYTHON = (3, 11)
 # What a CPU's pools get unless the user says otherwise: the machine has other work to do.
 CPU_POOL_BYTES = 2 * GIB
 # Resident size of the server's three processes (HTTP, scheduler, detokenizer) without a model.
-CPU_PROCESS_BYTES = 3 * GIB
+CPU_PROCESS_BYTES = 4 * GIB
 
 
 @dataclass(frozen=True)

@@ -121,7 +121,7 @@ def test_too_little_memory_says_how_much_is_wanted(monkeypatch):
     monkeypatch.setattr(preflight, "free_bytes", lambda device: 2 * GIB)
     checks = preflight.model_checks(str(MODEL), "cpu", "nvfp4", 1)
     assert preflight.first_fault(checks) == (
-        "The memory of cpu has 2.0 GiB free, wanted 5.1 GiB a rank for weights and pools: "
+        "The memory of cpu has 2.0 GiB free, wanted 6.1 GiB a rank for weights and pools: "
         "free some, or spread the model with --tp-size."
     )
 

@@ -7,14 +7,16 @@ volatile and keep their order among themselves and around barriers; arithmetic i
 from typing import Any
 
 from cutlass import Float32, Int32, Int64, Uint32
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects import llvm as _llvm
 from cutlass.cutlass_dsl import dsl_user_op
+
+# The dialect's members are generated at import, which type checkers do not see.
+llvm: Any = _llvm
 
 _MEMORY = ",~{memory}"
 
 
-def _value(operand: Any, loc: Any, ip: Any) -> ir.Value:
+def _value(operand: Any, loc: Any, ip: Any) -> Any:
     return operand.ir_value(loc=loc, ip=ip)
 
 

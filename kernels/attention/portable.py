@@ -102,6 +102,11 @@ def query_pairs(words: Any, mask: Uint32) -> list[Uint32]:
     return [ptx.mul_bf16x2(pair, Uint32(BF16X2_256)) & mask for pair in pairs]
 
 
+def address(tensor: Any) -> Any:
+    """Address of a tensor's first element, 64 bits."""
+    return tensor.iterator.toint()
+
+
 def choose(condition: Any, one: Any, other: Any) -> Any:
     """`one` where the run-time condition holds, else `other`; both are evaluated."""
     return cutlass.select_(condition, one, other)
@@ -122,16 +127,16 @@ class SparseAttention:
     @cute.jit
     def __call__(
         self,
-        q: cute.Tensor,
-        window_slots: cute.Tensor,
-        comp_slots: cute.Tensor,
-        window_pool: cute.Tensor,
-        comp_pool: cute.Tensor,
-        sinks: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        part_out: cute.Tensor,
-        part_lse: cute.Tensor,
+        q: Any,
+        window_slots: Any,
+        comp_slots: Any,
+        window_pool: Any,
+        comp_pool: Any,
+        sinks: Any,
+        out: Any,
+        lse: Any,
+        part_out: Any,
+        part_lse: Any,
         num_window: Int32,
         num_comp: Int32,
         splits: Int32,
@@ -173,16 +178,16 @@ class SparseAttention:
     @cute.kernel
     def kernel(
         self,
-        q: cute.Tensor,
-        window_slots: cute.Tensor,
-        comp_slots: cute.Tensor,
-        window_pool: cute.Tensor,
-        comp_pool: cute.Tensor,
-        sinks: cute.Tensor,
-        out: cute.Tensor,
-        lse: cute.Tensor,
-        part_out: cute.Tensor,
-        part_lse: cute.Tensor,
+        q: Any,
+        window_slots: Any,
+        comp_slots: Any,
+        window_pool: Any,
+        comp_pool: Any,
+        sinks: Any,
+        out: Any,
+        lse: Any,
+        part_out: Any,
+        part_lse: Any,
         num_window: Int32,
         num_comp: Int32,
         scale_log2: Float32,
@@ -218,7 +223,7 @@ class SparseAttention:
         query = cute.make_rmem_tensor(32 * self.rows, Uint32)
         for i in cutlass.range_constexpr(32 * self.rows):
             query[i] = Uint32(0)
-        row = q.iterator.toint() + Int64(token) * q.stride[0] * 2
+        row = address(q) + Int64(token) * q.stride[0] * 2
         for n in cutlass.range_constexpr(self.blocks):
             head = first_head + n * 8 + self.group
             mask = choose(head < num_heads, Uint32(0xFFFFFFFF), Uint32(0))
@@ -311,15 +316,15 @@ class SparseAttention:
                 word = Uint32(ptx.global_load_i32(start + Int64(dim) * 2)) & mask
                 query[at + 2 * u] = word
 
-    def fetch_slot(self, lists: Any, limits: Any, tile: Int32, upcoming: Any) -> None:
+    def fetch_slot(self, lists: Any, limits: Any, tile: Any, upcoming: Any) -> None:
         """Slot of key `lane` of this warp's half of a tile; -1 where list or pool has none."""
         window_slots, comp_slots, window_pool, comp_pool = lists
         token, num_window, num_comp, window_tiles = limits
         windowed = tile < window_tiles
         count = choose(windowed, num_window, num_comp)
         size = self.shape.slot_bytes
-        window_row = window_slots.iterator.toint() + Int64(token) * window_slots.stride[0] * size
-        comp_row = comp_slots.iterator.toint() + Int64(token) * comp_slots.stride[0] * size
+        window_row = address(window_slots) + Int64(token) * window_slots.stride[0] * size
+        comp_row = address(comp_slots) + Int64(token) * comp_slots.stride[0] * size
         row = choose(windowed, window_row, comp_row)
         rows = choose(
             windowed,
@@ -338,7 +343,7 @@ class SparseAttention:
         self,
         lists: Any,
         limits: Any,
-        tile: Int32,
+        tile: Any,
         buffer: Int32,
         upcoming: Any,
         listed: Any,
@@ -351,7 +356,7 @@ class SparseAttention:
         """
         _, _, window_pool, comp_pool = lists
         windowed = tile < limits[3]
-        pool = choose(windowed, window_pool.iterator.toint(), comp_pool.iterator.toint())
+        pool = choose(windowed, address(window_pool), address(comp_pool))
         pitch = Int32(choose(windowed, window_pool.stride[0], comp_pool.stride[0])) // 16
         window_shift = self.shape.window_page.bit_length() - 1
         comp_shift = self.shape.comp_page.bit_length() - 1
@@ -386,7 +391,7 @@ class SparseAttention:
         bits: Uint32,
         buffer: Int32,
         record: Int64,
-        words: cute.Tensor,
+        words: Any,
     ) -> None:
         """The other 64 dims: NoPE words to registers, in quarter 3 RoPE to shared memory."""
         if self.quarter < 3:
@@ -405,11 +410,11 @@ class SparseAttention:
     def score_keys(
         self,
         r: cutlass.Constexpr,
-        words: cute.Tensor,
-        scales: cute.Tensor,
+        words: Any,
+        scales: Any,
         listed: Uint32,
-        query: cute.Tensor,
-        sums: cute.Tensor,
+        query: Any,
+        sums: Any,
         buffer: Int32,
     ) -> None:
         """Eight keys: dequantise this quarter's dims, store them, multiply them with Q.
@@ -544,9 +549,9 @@ class SparseAttention:
         token: Int32,
         split: Int32,
         splits: Int32,
-        sinks: cute.Tensor,
-        lse: cute.Tensor,
-        part_lse: cute.Tensor,
+        sinks: Any,
+        lse: Any,
+        part_lse: Any,
         out_scale: Float32,
     ) -> None:
         """Last factor of each head's sums to shared memory, its log-sum-exp to global memory."""
@@ -559,14 +564,14 @@ class SparseAttention:
         gain = Float32(1.0) / total
         if splits == 1:
             at = (Int64(token) * num_heads + head) * 4
-            ptx.global_store_f32_if(present, lse.iterator.toint() + at, log_sum * Float32(LN2))
+            ptx.global_store_f32_if(present, address(lse) + at, log_sum * Float32(LN2))
             sink_at = Int64(choose(present, head, first_head)) * 4
-            sink = ptx.global_load_f32(sinks.iterator.toint() + sink_at)
+            sink = ptx.global_load_f32(address(sinks) + sink_at)
             gain = out_scale / (total + ptx.exp2(sink * Float32(LOG2_E) - origin))
         else:
             row = split * Int32(lse.shape[0]) + token
             at = (Int64(row) * num_heads + head) * 4
-            ptx.global_store_f32_if(present, part_lse.iterator.toint() + at, log_sum)
+            ptx.global_store_f32_if(present, address(part_lse) + at, log_sum)
         gain = choose(total == Float32(0.0), Float32(0.0), gain)
         ptx.shared_store_f32(self.gains + local * 4, gain)
 
@@ -591,7 +596,7 @@ class SparseAttention:
     @cute.jit
     def write_output(
         self,
-        target: cute.Tensor,
+        target: Any,
         first_head: Int32,
         num_heads: Int32,
         row: Int32,
@@ -609,19 +614,19 @@ class SparseAttention:
                 at = (Int64(row) * num_heads + head) * HEAD_DIM + Int64(dim)
                 if cutlass.const_expr(final):
                     packed = [ptx.pack_bf16x2(v[j], v[j + 1]) for v in (low, high) for j in (0, 2)]
-                    ptx.global_store_u32x4(target.iterator.toint() + at * 2, *packed)
+                    ptx.global_store_u32x4(address(target) + at * 2, *packed)
                 else:
-                    ptx.global_store_f32x4(target.iterator.toint() + at * 4, *low)
-                    ptx.global_store_f32x4(target.iterator.toint() + at * 4 + 16, *high)
+                    ptx.global_store_f32x4(address(target) + at * 4, *low)
+                    ptx.global_store_f32x4(address(target) + at * 4 + 16, *high)
 
 
 @cute.kernel
 def combine(
-    part_out: cute.Tensor,
-    part_lse: cute.Tensor,
-    sinks: cute.Tensor,
-    out: cute.Tensor,
-    lse: cute.Tensor,
+    part_out: Any,
+    part_lse: Any,
+    sinks: Any,
+    out: Any,
+    lse: Any,
     splits: Int32,
     out_scale: Float32,
 ) -> None:
@@ -630,8 +635,8 @@ def combine(
     row, _, _ = cute.arch.block_idx()
     num_heads = out.shape[1]
     pitch = Int64(out.shape[0]) * num_heads
-    lse_at = part_lse.iterator.toint() + Int64(row) * 4
-    out_at = part_out.iterator.toint() + (Int64(row) * HEAD_DIM + Int64(tid) * 4) * 4
+    lse_at = address(part_lse) + Int64(row) * 4
+    out_at = address(part_out) + (Int64(row) * HEAD_DIM + Int64(tid) * 4) * 4
     peak = Float32(-Float32.inf)
     for s in cutlass.range(splits):
         peak = ptx.maximum(peak, ptx.global_load_f32(lse_at + s * pitch * 4))
@@ -645,15 +650,15 @@ def combine(
         s0, s1 = s0 + weight * v0, s1 + weight * v1
         s2, s3 = s2 + weight * v2, s3 + weight * v3
     head = row % num_heads
-    sink = ptx.global_load_f32(sinks.iterator.toint() + Int64(head) * 4)
+    sink = ptx.global_load_f32(address(sinks) + Int64(head) * 4)
     joined = total + ptx.exp2(sink * Float32(LOG2_E) - origin)
     gain = choose(total == Float32(0.0), Float32(0.0), out_scale / joined)
-    at = out.iterator.toint() + (Int64(row) * HEAD_DIM + Int64(tid) * 4) * 2
+    at = address(out) + (Int64(row) * HEAD_DIM + Int64(tid) * 4) * 2
     ptx.global_store_u32x2(
         at, ptx.pack_bf16x2(s0 * gain, s1 * gain), ptx.pack_bf16x2(s2 * gain, s3 * gain)
     )
     value = (origin + ptx.log2(total)) * Float32(LN2)
-    ptx.global_store_f32_if(tid == 0, lse.iterator.toint() + Int64(row) * 4, value)
+    ptx.global_store_f32_if(tid == 0, address(lse) + Int64(row) * 4, value)
 
 
 @compiled_kernel
@@ -665,7 +670,7 @@ def compile_sparse_attention(arch: str, shape: Shape) -> Any:
     def tensor(dtype: Any, rank: int, align: int, unit: int = 1) -> Any:
         """[..., last contiguous], every other stride a multiple of `unit`."""
         sizes = tuple(cute.sym_int64() for _ in range(rank))
-        strides = (*(cute.sym_int64(divisibility=unit) for _ in range(rank - 1)), 1)
+        strides: Any = (*(cute.sym_int64(divisibility=unit) for _ in range(rank - 1)), 1)
         return make_fake_tensor(dtype, sizes, strides, assumed_align=align)
 
     def compact(dtype: Any, sizes: tuple, align: int) -> Any:

@@ -20,6 +20,8 @@ from sglang_dsv4.kernels.attention.portable import (
 from sglang_dsv4.kernels.hardware import SHARED_BYTES, current_arch, num_sms
 
 MAX_SPLITS = 32
+# Offsets inside a pool are counted in 16 bytes, in 31 bits.
+MAX_POOL_BYTES = 1 << 35
 # Costs in units of one 64-key tile of a block that shares its SM, for the choice of splits.
 BLOCK_COST = 1.0
 COMBINE_COST = 1.0
@@ -80,10 +82,14 @@ def _page_size(layout: RecordLayout) -> int:
 
 
 def _aligned(tensor: Tensor, unit: int) -> Tensor:
-    """The tensor itself when rows are contiguous and start at 16-byte addresses, else a copy."""
-    strides = tensor.stride()
-    whole = all(s % unit == 0 for s in strides[:-1]) and tensor.data_ptr() % 16 == 0
-    return tensor if strides[-1] == 1 and whole else tensor.contiguous()
+    """The tensor itself when its rows are contiguous and start at multiples of `unit` elements.
+
+    Otherwise a copy; unit 1 asks for contiguous rows only.
+    """
+    *strides, last = tensor.stride()
+    start = tensor.data_ptr() // tensor.element_size()
+    fits = last == 1 and all(n % unit == 0 for n in (start, *strides))
+    return tensor if fits else tensor.clone(memory_format=torch.contiguous_format)
 
 
 def sparse_attention(
@@ -111,12 +117,19 @@ def sparse_attention(
     Raises UnsupportedError for another device, dtype, width or record format.
     """
     arch = current_arch()
+    largest = max(pool.nbytes for pool in (window_pool, comp_pool) if pool is not None)
+    if largest >= MAX_POOL_BYTES:
+        raise UnsupportedError(
+            f"A layer's pool has {largest} bytes, wanted less than {MAX_POOL_BYTES}: serve with a "
+            f"smaller --max-total-tokens."
+        )
     if q.dtype is not torch.bfloat16 or q.shape[-1] != HEAD_DIM:
         raise UnsupportedError(
             f"The query is {q.dtype} with {q.shape[-1]} dims, wanted torch.bfloat16 with "
             f"{HEAD_DIM}: convert it, or use the reference."
         )
     num_tokens, num_heads = q.shape[:2]
+    window_slots = _aligned(window_slots, 1)
     window_page = _page_size(window_layout)
     num_window = window_slots.shape[1] if len(window_pool) else 0
     if comp_slots is None or comp_pool is None or comp_layout is None:
@@ -124,7 +137,7 @@ def sparse_attention(
     else:
         comp_page = _page_size(comp_layout)
         num_comp = comp_slots.shape[1] if len(comp_pool) else 0
-        comp_slots = comp_slots.to(window_slots.dtype)
+        comp_slots = _aligned(comp_slots.to(window_slots.dtype), 1)
     num_tiles = math.ceil(num_window / TILE) + math.ceil(num_comp / TILE)
     if num_tiles == 0 or num_tokens == 0:
         return torch.zeros_like(q), q.new_full(q.shape[:2], -torch.inf, dtype=torch.float32)

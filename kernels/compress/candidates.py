@@ -82,18 +82,18 @@ class Candidates:
         sources: registers [CHUNK], as `CompressPlan.source`; channel: this lane's first column;
         bias_row: place of the first candidate in its window, its position modulo the ratio.
         """
-        tokens = Int64(kv.shape[0])
+        tokens = cm.rows_in(kv)
         values = cute.make_rmem_tensor(cute.make_layout((CHUNK, LANE)), Float32)
         gates = cute.make_rmem_tensor(cute.make_layout((CHUNK, LANE)), Float32)
         from_state = Int32(0)
         for j in range_constexpr(CHUNK):
-            row = sources[j]
+            row: Any = sources[j]
             in_batch = (row >= Int64(0)) & (row < tokens)
             from_state = from_state | Int32(row >= tokens)
             absent = _MINUS_INFINITY[self.dtype]
-            offset = row * kv.stride[0] + channel
+            offset = row * cm.stride_of(kv) + channel
             found = _read_batch(in_batch, kv, offset, self.dtype, 0)
-            offset = row * gate.stride[0] + channel
+            offset = row * cm.stride_of(gate) + channel
             other = _read_batch(in_batch, gate, offset, self.dtype, absent)
             place = (bias_row + j) * self.width + channel
             added = cm.load_float(cm.element_pointer(bias, place, VECTOR_BYTES), LANE)
@@ -104,7 +104,7 @@ class Candidates:
             for j in range_constexpr(CHUNK):
                 row = sources[j] - tokens
                 waits = row >= Int64(0)
-                offset = row * state.stride[0] + channel
+                offset = row * cm.stride_of(state) + channel
                 found = _read_state(waits, state, offset, [values[j, i] for i in range(LANE)])
                 offset = offset + self.width
                 other = _read_state(waits, state, offset, [gates[j, i] for i in range(LANE)])
@@ -112,7 +112,7 @@ class Candidates:
                     values[j, i] = found[i]
                     gates[j, i] = other[i]
         for i in range_constexpr(LANE):
-            peak = sums[0, i]
+            peak: Any = sums[0, i]
             for j in range_constexpr(CHUNK):
                 peak = cute.arch.fmax(peak, gates[j, i])
             base = _finite_peak(peak)

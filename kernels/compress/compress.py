@@ -112,8 +112,8 @@ def compress_store(
     require_rows(state, 16)
     arch, width = current_arch(), _width(plan.ratio, layout)
     if kv.shape[0] == 0:
-        # Every candidate is then a state row; the kernels still need rows to point at.
-        kv, gate = (x.new_zeros(1, width) for x in (kv, gate))
+        # A window closes with a token of the batch.
+        return
     kv, gate = aligned_rows(kv), aligned_rows(gate)
     bias = position_bias.to(torch.float32).contiguous().view(-1)
     if plan.slots.numel():

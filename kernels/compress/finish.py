@@ -25,6 +25,8 @@ class Finish:
         self.layout = layout
         self.indexer = isinstance(layout, IndexerLayout)
         self.quantised = layout.format is KVFormat.NVFP4
+        # An indexer key has no part of its own for rotated values.
+        self.nope_bytes = 0 if isinstance(layout, IndexerLayout) else layout.nope_bytes
         self.width = layout.head_dim
         self.first_rope_lane = (self.width - ROPE_DIM) // LANE
         self.pool_align = 4 if self.indexer and self.quantised else VECTOR_BYTES
@@ -59,7 +61,7 @@ class Finish:
             self.rotate(entry, table, position, channel_lane - self.first_rope_lane)
         values = [entry[i] for i in range(LANE)]
         index = Int32(slot)
-        base = Int64(index // self.layout.page_size) * pool.stride[0]
+        base = Int64(index // self.layout.page_size) * cm.stride_of(pool)
         row = index % self.layout.page_size
         data = base + row * self.layout.data_bytes
         scale = base + self.layout.scale_offset(0) + row * self.layout.scale_bytes
@@ -78,7 +80,7 @@ class Finish:
         self, entry: cute.Tensor, table: cute.Tensor, position: Int64, rope_lane: Int32
     ) -> None:
         """RoPE of one lane's four pairs, in place."""
-        offset = position * table.stride[0] + rope_lane * _PAIRS
+        offset = position * cm.stride_of(table) + rope_lane * _PAIRS
         cos = cm.load_float(cm.element_pointer(table, offset, VECTOR_BYTES), _PAIRS)
         offset = offset + ROPE_DIM // 2
         sin = cm.load_float(cm.element_pointer(table, offset, VECTOR_BYTES), _PAIRS)
@@ -117,7 +119,7 @@ class Finish:
                 cm.store_vector(cm.words_of(target), words)
             else:
                 rope = (channel_lane - self.first_rope_lane) * (2 * LANE)
-                self.store_bf16(values, pool, data + self.layout.nope_bytes + rope)
+                self.store_bf16(values, pool, data + self.nope_bytes + rope)
             if channel_lane % 8 == 0:
                 target = cm.element_pointer(pool, scale + channel_lane // 2, 4)
                 cm.store_vector(cm.words_of(target), [scales])

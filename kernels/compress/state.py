@@ -54,18 +54,19 @@ class WriteState:
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         channel = thread * LANE
-        location = write_locs[block]
-        row = write_rows[block]
+        location: Any = write_locs[block]
+        row: Any = write_rows[block]
         if location >= Int64(0):
             values = cm.load_float(
-                cm.element_pointer(kv, row * kv.stride[0] + channel, VECTOR_BYTES), LANE
+                cm.element_pointer(kv, row * cm.stride_of(kv) + channel, VECTOR_BYTES), LANE
             )
             gates = cm.load_float(
-                cm.element_pointer(gate, row * gate.stride[0] + channel, VECTOR_BYTES), LANE
+                cm.element_pointer(gate, row * cm.stride_of(gate) + channel, VECTOR_BYTES), LANE
             )
-            place = positions[row] % self.ratio * self.width + channel
+            position: Any = positions[row]
+            place = position % self.ratio * self.width + channel
             added = cm.load_float(cm.element_pointer(bias, place, VECTOR_BYTES), LANE)
-            target = location * state.stride[0] + channel
+            target = location * cm.stride_of(state) + channel
             cm.store_vector(cm.element_pointer(state, target, VECTOR_BYTES), values)
             total = [cm.add_rn(gates[i], added[i]) for i in range(LANE)]
             gate_target = target + self.width

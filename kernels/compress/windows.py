@@ -46,9 +46,9 @@ CLUSTER = 8
 FULL_WARPS = 8
 
 
-def is_stored(slot: Int64, pool: cute.Tensor, page_size: int) -> Any:
+def is_stored(slot: Any, pool: cute.Tensor, page_size: int) -> Any:
     """Whether a slot names a row of the pool."""
-    return (slot >= Int64(0)) & (slot < Int64(pool.shape[0]) * page_size)
+    return (slot >= Int64(0)) & (slot < cm.rows_in(pool) * page_size)
 
 
 def load_sources(source: cute.Tensor, offset: Int64) -> cute.Tensor:

@@ -87,10 +87,10 @@ class KvStore:
         if token < cute.size(slots):
             slot = slots[token]
             position = positions[token]
-            row = cm.element_pointer(kv, Int64(token) * kv.stride[0] + lane * LANE, VECTOR_BYTES)
-            values = cm.load_float(row, LANE)
+            offset = Int64(token) * cm.stride_of(kv) + lane * LANE
+            values = cm.load_float(cm.element_pointer(kv, offset, VECTOR_BYTES), LANE)
             weight = cm.load_float(cm.element_pointer(norm_weight, lane * LANE, VECTOR_BYTES), LANE)
-            limit = Int64(pool.shape[0]) * self.layout.page_size
+            limit = cm.rows_in(pool) * self.layout.page_size
             if slot >= Int64(0) and slot < limit:
                 mean = cm.lane_sum(cm.sum_of_squares(values), 32) * Float32(1.0 / HEAD_DIM)
                 factor = cm.rsqrt(cm.add_rn(mean, eps))
@@ -101,7 +101,7 @@ class KvStore:
                     self.rotate(latent, table, position, lane - self.first_rope_lane)
                 index = Int32(slot)
                 page = index // self.layout.page_size
-                base = Int64(page) * pool.stride[0]
+                base = Int64(page) * cm.stride_of(pool)
                 self.store(latent, pool, base, index % self.layout.page_size, lane)
 
     @cute.jit
@@ -110,7 +110,7 @@ class KvStore:
     ) -> None:
         """RoPE of one lane's eight pairs, in place."""
         pairs = LANE // 2
-        offset = position * table.stride[0] + rope_lane * pairs
+        offset = position * cm.stride_of(table) + rope_lane * pairs
         cos = cm.load_float(cm.element_pointer(table, offset, VECTOR_BYTES), pairs)
         half = self.layout.rope_dim // 2
         sin = cm.load_float(cm.element_pointer(table, offset + half, VECTOR_BYTES), pairs)

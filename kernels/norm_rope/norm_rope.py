@@ -81,18 +81,18 @@ class NormRope:
         token = block // self.blocks_per_token
         group = block % self.blocks_per_token
         head = group * (WARPS * self.heads_per_warp) + thread // 32
-        source = Int64(token) * x.stride[0] + lane * LANE
+        source = Int64(token) * cm.stride_of(x) + lane * LANE
         target = Int64(token) * (self.heads * HEAD_DIM) + lane * LANE
         rows = []
         for i in range_constexpr(self.heads_per_warp):
             # A warp past the last head works on the last one again and stores the same bits.
             wanted, last = head + i * WARPS, Int32(self.heads - 1)
             this = cm.select(wanted < last, wanted, last)
-            rows.append((this, self.load(x, source + this * x.stride[1])))
+            rows.append((this, self.load(x, source + this * cm.stride_of(x, 1))))
         cos = cute.make_rmem_tensor(cute.make_layout(PAIRS), Float32)
         sin = cute.make_rmem_tensor(cute.make_layout(PAIRS), Float32)
         if lane >= FIRST_ROPE_LANE:
-            offset = positions[token] * table.stride[0] + (lane - FIRST_ROPE_LANE) * PAIRS
+            offset = positions[token] * cm.stride_of(table) + (lane - FIRST_ROPE_LANE) * PAIRS
             found = cm.load_float(cm.element_pointer(table, offset, VECTOR_BYTES), PAIRS)
             offset = offset + ROPE_DIM // 2
             other = cm.load_float(cm.element_pointer(table, offset, VECTOR_BYTES), PAIRS)

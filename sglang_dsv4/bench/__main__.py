@@ -1,9 +1,9 @@
 """Benchmark the server on the embedded model, compare with the baseline, write JSON.
 
 ``python -m sglang_dsv4.bench`` (or ``bash launch/bench_serving.sh``, which installs first) starts
-stock SGLang on a small model of its own, runs the workloads, stops it, does the same with this
-plugin's server, and last times stock transformers on our model. It exits 0 when no ratio is worse
-than the baseline's beyond its tolerance, 1 when one is or has no baseline, 2 when it could not run.
+stock SGLang on a small model of its own, runs the workloads, stops it, and does the same with this
+plugin's server. It exits 0 when no ratio is worse than the baseline's beyond its tolerance, 1 when
+one is or has no baseline, 2 when it could not run.
 """
 
 import argparse
@@ -16,22 +16,13 @@ from importlib.metadata import version
 from pathlib import Path
 
 from sglang_dsv4.bench.compare import Run, Sides, Values, compare, failed, table
-from sglang_dsv4.bench.workloads import (
-    COMPARED,
-    SINGLE,
-    Workload,
-    best,
-    load_bench_serving,
-    measure,
-)
-from sglang_dsv4.bench.yardsticks import (
+from sglang_dsv4.bench.workloads import WORKLOADS, best, load_bench_serving, measure
+from sglang_dsv4.bench.yardstick import (
     STOCK_ENV,
     STOCK_NAME,
     YARDSTICK,
-    Speed,
     make_stock_model,
     stock_command,
-    transformers_speed,
 )
 from sglang_dsv4.demo.__main__ import MODEL_DIR, MODEL_NAME, server_command
 from sglang_dsv4.demo.server import Progress, Server, ServerError, exit_on_signals, free_port
@@ -68,17 +59,15 @@ def _run(args: argparse.Namespace) -> int:
     args.results.mkdir(parents=True, exist_ok=True)
     progress = Progress()
     run, runs = benchmark(args, progress)
-    progress.update("timing stock transformers")
-    speed = transformers_speed(MODEL_DIR, 2000, SINGLE.output_len, args.threads)
     progress.finish("done")
     result = args.results / time.strftime("serving-%Y%m%d-%H%M%S.json")
-    run.save(result, runs=runs, transformers=vars(speed))
+    run.save(result, runs=runs)
     if args.update_baseline:
         run.save(args.baseline)
         baseline = run
     rows = compare(run, baseline)
     print(f"\nstock: {YARDSTICK}; {args.threads} thread(s) each\n{table(rows)}\n")
-    print(f"{against_transformers(best(runs['ours'][SINGLE.name]), speed)}\n\nresult: {result}")
+    print(f"result: {result}")
     if args.update_baseline:
         print(f"baseline: {args.baseline}, written from this run")
     elif baseline is None:
@@ -87,7 +76,7 @@ def _run(args: argparse.Namespace) -> int:
 
 
 def benchmark(args: argparse.Namespace, progress: Progress) -> tuple[Run, dict[str, Runs]]:
-    """Both servers one after the other: the compared workloads, and ``SINGLE`` on ours.
+    """Run all workloads on both servers, one server after the other.
 
     Returns:
         the best of each, and all single runs of "stock" and "ours".
@@ -100,12 +89,12 @@ def benchmark(args: argparse.Namespace, progress: Progress) -> tuple[Run, dict[s
         make_stock_model(Path(folder), MODEL_DIR)
         command = stock_command(Path(folder), port)
         server = Server(command, port, args.results / "stock.log", STOCK_ENV)
-        stock = _on(server, STOCK_NAME, COMPARED, args, progress)
+        stock = _on(server, STOCK_NAME, args, progress)
     port = free_port()
     server = Server(server_command(port), port, args.results / "ours.log")
-    ours = _on(server, MODEL_NAME, (*COMPARED, SINGLE), args, progress)
+    ours = _on(server, MODEL_NAME, args, progress)
     workloads = {
-        w.name: Sides(w.options, best(ours[w.name]), best(stock[w.name])) for w in COMPARED
+        w.name: Sides(w.options, best(ours[w.name]), best(stock[w.name])) for w in WORKLOADS
     }
     names = ("sglang", "torch", "transformers")
     run = Run(
@@ -118,39 +107,21 @@ def benchmark(args: argparse.Namespace, progress: Progress) -> tuple[Run, dict[s
     return run, {"stock": stock, "ours": ours}
 
 
-def against_transformers(single: Values, speed: Speed) -> str:
-    """One request of 2000 tokens, ours over HTTP beside stock transformers in process."""
-    return (
-        "One request of 2000 tokens, the same model in stock transformers (bfloat16, cache):\n"
-        f"  first token   {single['ttft'] / 1000:.2f} s, transformers' prefill "
-        f"{speed.prefill:.2f} s ({single['ttft'] / 1000 / speed.prefill:.2f}x)\n"
-        f"  decoded token {single['tpot']:.1f} ms, transformers {speed.tpot:.1f} ms "
-        f"({single['tpot'] / speed.tpot:.2f}x)"
-    )
-
-
-def _on(
-    server: Server,
-    model: str,
-    workloads: Sequence[Workload],
-    args: argparse.Namespace,
-    progress: Progress,
-) -> Runs:
+def _on(server: Server, model: str, args: argparse.Namespace, progress: Progress) -> Runs:
     """Start ``server``, run each workload ``args.repeats`` times, stop it."""
     with server:
         # Its imports take as long as the server's, so they go side by side.
         load_bench_serving()
         server.wait_ready(args.timeout, progress)
-        measured: Runs = {workload.name: [] for workload in workloads}
+        measured: Runs = {workload.name: [] for workload in WORKLOADS}
         try:
-            for workload in workloads:
+            for workload in WORKLOADS:
                 for index in range(args.repeats):
                     progress.update(f"{model}: workload {workload.name}, run {index + 1}")
                     values = measure(server, model, MODEL_DIR, workload)
                     measured[workload.name].append(values)
         except ServerError as error:
-            tail = "\n".join(server.log_text().splitlines()[-25:])
-            raise ServerError(f"{error}\nThe server's last lines:\n{tail}") from error
+            raise ServerError(f"{error}\nThe server {server.evidence()}") from error
         return measured
 
 
@@ -168,7 +139,7 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--update-baseline", action="store_true", help="write it from this run")
     parser.add_argument("--results", type=Path, default=RESULTS, help=f"folder: {RESULTS}")
     parser.add_argument(
-        "--repeats", type=int, default=2, help="runs of a workload, the best counts"
+        "--repeats", type=int, default=3, help="runs of a workload, the best counts"
     )
     parser.add_argument("--threads", type=int, default=1, help="OpenMP threads of every server")
     parser.add_argument(

@@ -35,11 +35,15 @@ class Metric:
     tolerance: float
 
 
+# Measured on a worst case, two cores with three times as many running processes: six runs of each
+# workload on each side, and the ratio of any best of three to any other. Highest over lowest was
+# 1.08 for CPU time, 1.94 for throughput, 2.2 for TTFT and 2.8 for TPOT. So CPU time is the sharp
+# criterion; the times on the clock find what costs no CPU, such as lost batching or waiting.
 METRICS = (
-    Metric("throughput", "tokens/s", True, 1.5),
-    Metric("ttft", "TTFT ms", False, 1.5),
-    Metric("tpot", "TPOT ms", False, 1.5),
-    Metric("cpu", "CPU ms/token", False, 1.25),
+    Metric("throughput", "tokens/s", True, 2.0),
+    Metric("ttft", "TTFT ms", False, 2.5),
+    Metric("tpot", "TPOT ms", False, 3.0),
+    Metric("cpu", "CPU ms/token", False, 1.2),
 )
 
 
@@ -192,7 +196,7 @@ def _verdict(metric: Metric, change: float | None) -> Verdict:
 
 
 def _check_comparable(run: Run, baseline: Run) -> None:
-    found = [("threads", run.threads, baseline.threads)]
+    found: list[tuple[str, object, object]] = [("threads", run.threads, baseline.threads)]
     found += [("yardstick", run.yardstick, baseline.yardstick)]
     found += [
         (f"options of {name}", sides.options, baseline.workloads[name].options)

@@ -21,6 +21,8 @@ import psutil
 from sglang_dsv4.bench.compare import METRICS, Values
 from sglang_dsv4.demo.server import HOST, Server, ServerError
 
+CLIENTS = 4
+
 
 @dataclass(frozen=True)
 class Workload:
@@ -31,27 +33,30 @@ class Workload:
     output_len: int
     options: tuple[str, ...]
 
-
-def _random(name: str, requests: int, input_len: int, output_len: int, clients: int) -> Workload:
-    options = f"--dataset-name random-ids --num-prompts {requests} --random-range-ratio 1.0"
-    lengths = f"--random-input-len {input_len} --random-output-len {output_len}"
-    words = f"{options} {lengths} --max-concurrency {clients}".split()
-    return Workload(name, requests, output_len, tuple(words))
-
-
-def _shared(name: str, groups: int, each: int, prefix: int, output_len: int) -> Workload:
-    # The routing key keeps bench_serving from writing its prompts to the home directory.
-    options = "--dataset-name generated-shared-prefix --gsp-send-routing-key --max-concurrency 4"
-    shape = f"--gsp-num-groups {groups} --gsp-prompts-per-group {each} --gsp-question-len 64"
-    lengths = f"--gsp-system-prompt-len {prefix} --gsp-output-len {output_len}"
-    words = f"{options} {shape} {lengths} --num-prompts {groups * each}".split()
-    return Workload(name, groups * each, output_len, tuple(words))
+    @classmethod
+    def of(cls, name: str, requests: int, output_len: int, options: str) -> "Workload":
+        """A workload with ``options`` as on a command line, four requests at a time."""
+        common = f"--num-prompts {requests} --max-concurrency {CLIENTS}"
+        return cls(name, requests, output_len, tuple(f"{options} {common}".split()))
 
 
-RANDOM = _random("random", 12, 256, 32, clients=4)
-SHARED_PREFIX = _shared("shared-prefix", 2, 6, 1024, 16)
-SINGLE = _random("single", 2, 2000, 32, clients=1)
-COMPARED = (RANDOM, SHARED_PREFIX)
+RANDOM = Workload.of(
+    "random",
+    requests=12,
+    output_len=32,
+    options="--dataset-name random-ids --random-input-len 256 --random-output-len 32 "
+    "--random-range-ratio 1.0",
+)
+# The routing key keeps bench_serving from writing its prompts to the home directory.
+SHARED_PREFIX = Workload.of(
+    "shared-prefix",
+    requests=12,
+    output_len=16,
+    options="--dataset-name generated-shared-prefix --gsp-send-routing-key --gsp-num-groups 2 "
+    "--gsp-prompts-per-group 6 --gsp-system-prompt-len 1024 --gsp-question-len 64 "
+    "--gsp-output-len 16",
+)
+WORKLOADS = (RANDOM, SHARED_PREFIX)
 
 
 def measure(server: Server, model: str, tokenizer: Path, workload: Workload) -> Values:
@@ -87,7 +92,7 @@ def measure(server: Server, model: str, tokenizer: Path, workload: Workload) -> 
         try:
             with _arguments([*argv, "--output-file", str(result)]), _quiet(output):
                 serving.cli_main()
-        except (SystemExit, ValueError) as error:
+        except (SystemExit, ValueError, OSError) as error:
             raise ServerError(
                 f"bench_serving stopped in workload {workload.name} ({error}), wanted a result; "
                 f"its output:\n{output.getvalue()[-2000:]}"

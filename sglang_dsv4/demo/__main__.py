@@ -11,6 +11,7 @@ import tempfile
 from collections.abc import Sequence
 from pathlib import Path
 
+from httpx import HTTPError
 from openai import OpenAI, OpenAIError
 
 from sglang_dsv4.cache.capacity import Capacity, StockFormat
@@ -50,8 +51,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("\nInterrupted: the server is stopped.")
         status, keep_log = 130, False
-    except (ServerError, OpenAIError) as error:
+    except SystemExit:
+        keep_log = False
+        raise
+    except ServerError as error:
         print(f"\n{error}", file=sys.stderr)
+    except (OpenAIError, HTTPError) as error:
+        print(f"\nThe server did not answer: {error} {server.evidence()}", file=sys.stderr)
     finally:
         if not keep_log:
             shutil.rmtree(folder)
@@ -69,7 +75,7 @@ def demonstrate(server: Server, timeout: float) -> list[str]:
 
     Raises:
         ServerError: the server did not come up.
-        openai.OpenAIError: it did not answer a request.
+        openai.OpenAIError, httpx.HTTPError: it did not answer a request.
     """
     print(f"Starting the server on {server.url}; it takes one to two minutes.", flush=True)
     progress = Progress()

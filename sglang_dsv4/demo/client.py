@@ -45,6 +45,7 @@ def ask(
 
     Raises:
         openai.OpenAIError: the server refused the request or could not be reached.
+        httpx.HTTPError: the stream broke off.
     """
     started = time.perf_counter()
     first: float | None = None

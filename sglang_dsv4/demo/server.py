@@ -145,10 +145,10 @@ class Server:
         while not self._healthy():
             status = self._process.poll() if self._process else None
             if status is not None:
-                raise ServerError(f"The server ended with status {status} {self._evidence()}")
+                raise ServerError(f"The server ended with status {status} {self.evidence()}")
             if time.monotonic() > deadline:
                 raise ServerError(
-                    f"The server was not ready after {timeout:.0f} s {self._evidence()}"
+                    f"The server was not ready after {timeout:.0f} s {self.evidence()}"
                 )
             progress.update(stage_of(self.log_text()))
             time.sleep(0.5)
@@ -156,6 +156,11 @@ class Server:
     def log_text(self) -> str:
         """Its output so far."""
         return self.log.read_text(encoding="utf-8", errors="replace")
+
+    def evidence(self) -> str:
+        """Where the log is and its last lines, as the end of a message."""
+        tail = "\n".join(f"    {line}" for line in self.log_text().splitlines()[-TAIL_LINES:])
+        return f"(its log is {self.log}); the last lines:\n{tail}"
 
     def detach(self) -> None:
         """Leave the server running when this object ends."""
@@ -173,10 +178,14 @@ class Server:
             process.terminate()
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(patience)
-            # Children share its group; an empty group is an error that means success.
+            # Children share its group, and the error says that it is empty. A killed child needs
+            # a moment; one that nobody reaps is dead and not waited for longer.
             with contextlib.suppress(ProcessLookupError):
                 os.killpg(process.pid, signal.SIGKILL)
-            process.wait()
+                process.wait()
+                for _ in range(50):
+                    os.killpg(process.pid, 0)
+                    time.sleep(0.1)
 
     def _healthy(self) -> bool:
         """Whether ``/health`` answers 200 now; a refusal or a silence means not yet."""
@@ -185,10 +194,6 @@ class Server:
                 return response.status == 200
         except (urllib.error.URLError, ConnectionError, TimeoutError):
             return False
-
-    def _evidence(self) -> str:
-        tail = "\n".join(f"    {line}" for line in self.log_text().splitlines()[-TAIL_LINES:])
-        return f"(its log is {self.log}); the last lines:\n{tail}"
 
 
 def stage_of(log: str) -> str:

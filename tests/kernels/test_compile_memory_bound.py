@@ -1,5 +1,4 @@
-"""kv_store, norm_rope and compress compile for every architecture; their e2m1 and e4m3 steps agree
-with the reference on the CPU."""
+"""kv_store, norm_rope and compress compile for every architecture; their e2m1 codes are right."""
 
 import re
 import shutil
@@ -9,7 +8,7 @@ from pathlib import Path
 import cutlass
 import pytest
 import torch
-from cutlass import Float32, Int32, Uint32, cute
+from cutlass import Float32, cute
 from cutlass.cute.runtime import from_dlpack
 
 from sglang_dsv4.cache.kv_layout import IndexerLayout, KVFormat, RecordLayout
@@ -82,7 +81,9 @@ def test_compiles_and_is_what_it_claims(name, arch, tmp_path):
 
 
 @cute.jit
-def encode_rows(values: cute.Tensor, scales: cute.Tensor, words: cute.Tensor, keep: cutlass.Constexpr):
+def encode_rows(
+    values: cute.Tensor, scales: cute.Tensor, words: cute.Tensor, keep: cutlass.Constexpr
+):
     """Words of rows of 8 values under one scale each, on the host."""
     for row in range(cute.size(scales)):
         bounds = cm.nvfp4_bounds(scales[row])
@@ -132,20 +133,6 @@ def test_scale_zero_keeps_signs_only():
 def test_indexer_codes_lose_the_sign_of_zero():
     values = torch.tensor([[-0.0, -0.2, -0.25, -0.26, 0.2, -0.75, -5.0, -5.1]])
     assert host_codes(values, torch.ones(1), False).tolist() == [[0, 0, 0, 9, 0, 10, 14, 15]]
-
-
-@cute.jit
-def hadamard_signs(lanes: Int32, out: cute.Tensor):
-    """bit tricks of the scale words: byte positions of records and keys."""
-    for lane in range(lanes):
-        out[lane] = Uint32(1) << (lane % 8 * 4)
-
-
-def test_scale_bytes_land_in_their_place():
-    # Even channel lanes 0, 2, 4, 6 of a record carry the scales 0..3 of one word.
-    out = torch.zeros(8, dtype=torch.int32)
-    hadamard_signs(8, from_dlpack(out.view(torch.uint32)))
-    assert [out[lane].item() for lane in (0, 2, 4, 6)] == [1, 1 << 8, 1 << 16, 1 << 24]
 
 
 @cute.jit

@@ -3,9 +3,9 @@
     python bench_sparse_attention.py --out DIR [--check] [--quick] [--sweep]
 
 Every time is the median over replays of a CUDA graph that holds several calls on different lists;
-L2 is overwritten before each replay, so records come from memory. FlashMLA (584-byte FP8 records, legacy
-kernels) serves 64 or 128 heads only, so fewer heads are padded to 64 for it. The bound is the
-larger of bytes / copy bandwidth and flops / matmul rate, both measured in the same run.
+L2 is overwritten before each replay, so records come from memory. FlashMLA (584-byte FP8 records,
+legacy kernels) serves 64 or 128 heads only, so fewer heads are padded to 64 for it. The bound is
+the larger of bytes / copy bandwidth and flops / matmul rate, both measured in the same run.
 --check first compares with the reference and prints every failure; --sweep times the tiles and
 splits beside the chosen ones.
 """
