@@ -17,6 +17,7 @@ from harness import Runner
 from torch import Tensor
 
 PROMPTS = {prompt["name"]: prompt for prompt in oracle.golden_prompts()}
+STORIES = [name for name, prompt in PROMPTS.items() if prompt["expected"] is None]
 CHUNK = 512
 
 # Float32 sums in another order differ by some 1e-6 of their size; logits reach 30, and six layers
@@ -62,9 +63,17 @@ def float32_runner(kv_cache_dtype: str, **fields: Any) -> Runner:
     return runner
 
 
-def answer(runner: Runner, prompt: dict) -> list[int]:
-    """Greedy continuation of a golden prompt, EOS included."""
-    return runner.greedy(prompt["prompt_ids"], prompt["max_new_tokens"])
+def prefill_and_answer(runner: Runner, name: str) -> tuple[Tensor, list[int]]:
+    """Logits f32[T, V] of a golden prompt, and the greedy answer, EOS included."""
+    prompt = PROMPTS[name]
+    eos = runner.model_config.hf_eos_token_id
+    request = runner.start(prompt["prompt_ids"])
+    logits = runner.extend([(request, request.prompt_left)])[0]
+    tokens = [int(logits[-1].argmax())]
+    while tokens[-1] not in eos and len(tokens) < prompt["max_new_tokens"]:
+        tokens.append(int(runner.step([request], tokens[-1:])[0].argmax()))
+    runner.finish(request)
+    return logits, tokens
 
 
 @lru_cache(maxsize=64)

@@ -6,20 +6,19 @@ import torch
 from harness import Runner
 from torch import Tensor
 
-SEGMENT = 256
-
 
 def decode_in_segments(runner: Runner, ids: Sequence[int]) -> Tensor:
-    """Logits of 4 * SEGMENT + 1 ids, each position but the first from a decode step.
+    """Logits of 4 n + 1 ids, f32[4 n + 1, V], each position but the first from a decode step.
 
     Four requests decode a quarter each, in one batch: one from the first token on, the others after
-    a prefill. What a step reads of state and window was then written by decode steps, since
-    windows reach back 128 tokens, but for the first 128 steps of the later three.
+    a prefill. Window and compressor state reach back 128 tokens, so for n > 128 the later steps of
+    each quarter read only what steps wrote, but for the compressed entries before.
     """
-    starts = [1 + SEGMENT * i for i in range(4)]
+    length = len(ids) // 4
+    starts = [1 + length * i for i in range(4)]
     requests = [runner.start(ids[:start]) for start in starts]
     first = runner.extend(list(zip(requests, starts, strict=True)))[0]
-    steps = [runner.step(requests, [ids[start + i] for start in starts]) for i in range(SEGMENT)]
+    steps = [runner.step(requests, [ids[start + i] for start in starts]) for i in range(length)]
     for request in requests:
         runner.finish(request)
     return torch.cat([first, *torch.stack(steps, dim=1)])

@@ -1,4 +1,4 @@
-"""The served arithmetic, bfloat16, on bfloat16 records: as near to exact as transformers, or nearer.
+"""Bfloat16 arithmetic, as served, on bfloat16 records: no further from exact than transformers.
 
 Both sides round activations to bfloat16, in different places, so their logits are compared with
 those of transformers in float32, by statistics that an expert chosen otherwise cannot move far:
@@ -6,12 +6,13 @@ where two experts or two compressed entries score nearly alike, rounding decides
 a few positions jump by 1 or more in either implementation. So no maximum is compared.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import oracle
 import pytest
 import torch
-from comparison import PROMPTS, answer, error, golden_ids, kl, oracle_logits
+from comparison import PROMPTS, STORIES, error, golden_ids, kl, oracle_logits, prefill_and_answer
 from harness import Runner
 from torch import Tensor
 
@@ -20,7 +21,6 @@ pytestmark = pytest.mark.e2e
 CACHE = "bfloat16"
 NAMES = ("recall_40", "recall_90", "recall_126", "recall_200", "recall_255", "system_300")
 NAMES += ("multi_turn_300", "recall_511", "recall_1023")
-STORIES = [name for name, prompt in PROMPTS.items() if prompt["expected"] is None]
 
 
 @pytest.fixture(scope="module")
@@ -30,8 +30,13 @@ def runner() -> Iterator[Runner]:
 
 
 @pytest.fixture(scope="module")
-def logits(runner) -> dict[str, Tensor]:
-    return {name: runner.prefill(golden_ids(name)) for name in NAMES}
+def answered(runner) -> Callable[[str], tuple[Tensor, list[int]]]:
+    return cache(lambda name: prefill_and_answer(runner, name))
+
+
+@pytest.fixture(scope="module")
+def logits(answered) -> dict[str, Tensor]:
+    return {name: answered(name)[0] for name in NAMES}
 
 
 @pytest.mark.parametrize("name", NAMES)
@@ -75,8 +80,8 @@ def test_mean_error_and_divergence(logits):
 
 
 @pytest.mark.parametrize("prompt", oracle.question_prompts(), ids=lambda prompt: prompt["name"])
-def test_greedy_answers(runner, prompt):
-    assert answer(runner, prompt) == prompt["nvfp4_weights"]["fp32_ids"]
+def test_greedy_answers(answered, prompt):
+    assert answered(prompt["name"])[1] == prompt["nvfp4_weights"]["fp32_ids"]
 
 
 @pytest.mark.parametrize("name", STORIES)

@@ -3,13 +3,15 @@
 Prefill, chunks, batches and decode are the same sums here, so they are compared to 1e-4.
 """
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from functools import cache
 
 import pytest
 import torch
 from comparison import (
     PROMPTS,
     SAME_P99,
+    STORIES,
     assert_same,
     error,
     float32_runner,
@@ -35,15 +37,28 @@ def runner() -> Iterator[Runner]:
         yield runner
 
 
+@pytest.fixture(scope="module")
+def answered(runner) -> Callable[[str], tuple[Tensor, Tensor]]:
+    """Logits of a golden prompt and, after it, of its reference answer: (f32[T, V], f32[A, V])."""
+
+    @cache
+    def run(name: str) -> tuple[Tensor, Tensor]:
+        ids, tokens = golden_ids(name), PROMPTS[name]["nvfp4_weights"]["fp32_ids"]
+        logits = runner.prefill(ids + tokens[:-1])
+        return logits[: len(ids)], logits[len(ids) - 1 :]
+
+    return run
+
+
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_on_the_same_records(runner, name):
+def test_logits_on_the_same_records(answered, name):
     """Against transformers reading bfloat16 records: equal but for the order of float32 sums."""
-    ids = golden_ids(name)
-    assert_same(runner.prefill(ids), oracle_with_records(ids, CACHE), CACHE, name)
+    reference = oracle_with_records(golden_ids(name), CACHE)
+    assert_same(answered(name)[0], reference, CACHE, name)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_logits_within_one_rounding(runner, name):
+def test_logits_within_one_rounding(answered, name):
     """Against transformers in float32.
 
     Transformers in bfloat16 rounds at least sixteen tensors a layer on the way of a token (two
@@ -51,26 +66,25 @@ def test_logits_within_one_rounding(runner, name):
     o_a, o_b, the streams twice, and the experts'), here one is: the record. Independent roundings
     add in squares, so the error is at most 1 / sqrt(16) of that.
     """
-    ids = golden_ids(name)
-    reference = oracle_logits(ids)
-    noise = float(error(oracle_logits(ids, torch.bfloat16), reference).median())
-    found = float(error(runner.prefill(ids), reference).median())
+    reference = oracle_logits(golden_ids(name))
+    noise = float(error(oracle_logits(golden_ids(name), torch.bfloat16), reference).median())
+    found = float(error(answered(name)[0], reference).median())
     assert found <= noise / 4, f"{found:.4f} against {noise:.4f}"
 
 
-@pytest.mark.parametrize("name", [n for n, p in PROMPTS.items() if p["prompt_len"] < 1600])
-def test_greedy_tokens(runner, name):
+@pytest.mark.parametrize("name", [n for n, p in PROMPTS.items() if p["prompt_len"] < 1100])
+def test_greedy_tokens(answered, name):
     """Argmax after each token of the reference answer is its next token, so greedy gives it.
 
-    Stories have near ties: the best two logits are compared where they are 0.1 apart, 10 times the
-    records' noise.
+    Stories have near ties: the best two logits are compared where they are 0.1 apart, some 10 times
+    what the records' rounding moves them.
     """
     reference = PROMPTS[name]["nvfp4_weights"]
     tokens, margins = reference["fp32_ids"], reference["fp32_margin"]
-    ids = golden_ids(name)
-    chosen = runner.prefill(ids + tokens[:-1])[len(ids) - 1 :].argmax(-1).tolist()
+    chosen = answered(name)[1].argmax(-1).tolist()
     clear = [i for i, margin in enumerate(margins) if margin > 0.1]
-    assert len(clear) == len(tokens) or name.startswith("story")
+    assert len(clear) == len(tokens) or name in STORIES
+    assert len(clear) > len(tokens) // 3
     assert [chosen[i] for i in clear] == [tokens[i] for i in clear]
 
 

@@ -139,8 +139,8 @@ def test_two_requests_run_on_one_prefix(runner):
 
 
 def test_eviction_under_a_tiny_pool(runner):
-    """Six documents of three pages on twelve: the first is evicted and computed again."""
-    documents = [[*golden_ids("recall_61")[i : i + 3], *DOCUMENT[:770]] for i in range(1, 7)]
+    """Five documents of three pages on twelve: the first is evicted and computed again."""
+    documents = [[*golden_ids("recall_61")[i : i + 3], *DOCUMENT[:770]] for i in range(1, 6)]
     for ids in documents:
         assert serve(runner, ids)[0] == 0
         assert_idle(runner)

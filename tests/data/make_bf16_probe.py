@@ -4,8 +4,7 @@ usage: python make_bf16_probe.py BF16_CHECKPOINT_DIR NVFP4_CHECKPOINT_DIR
 
 For each module that the NVFP4 checkpoint packs, with bf16 weight W [out, in], the file holds the
 numbers z_k = u_k . (W v_k), k < PROBES. The vectors are signs from PCG64 (``signs`` below), so z is
-a random projection of W and the cosine between two such z estimates that between their weights,
-with a standard deviation of (1 - cosine) * sqrt(2 / PROBES).
+a random projection of W, and the cosine between two such z estimates that between their weights.
 """
 
 import json
@@ -16,7 +15,7 @@ from pathlib import Path
 import numpy as np
 from safetensors import safe_open
 
-PROBES = 64
+PROBES = 128
 TARGET = Path(__file__).parent / "bf16_projection_probe.json"
 
 
@@ -37,7 +36,7 @@ def probe(name: str, outputs: np.ndarray) -> np.ndarray:
 
     Args:
         name: module, as in the checkpoint.
-        outputs: f[PROBES, out], row k the module's output for the input ``signs(name, "input")[k]``.
+        outputs: f[PROBES, out], row k the output for the input ``signs(name, "input", in)[k]``.
     """
     return (signs(name, "output", outputs.shape[1]).astype(np.float64) * outputs).sum(-1)
 
