@@ -80,6 +80,7 @@ def cpu_options(model_path: str, tp_size: int) -> list[str]:
         *("--mem-fraction-static", f"{min(static / free, 0.9):.3f}"),
         *("--max-total-tokens", str(CPU_MAX_TOTAL_TOKENS)),
         *("--max-running-requests", str(CPU_MAX_RUNNING_REQUESTS)),
+        "--sleep-on-idle",
     ]
 
 

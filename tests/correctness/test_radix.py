@@ -16,6 +16,7 @@ from torch import Tensor
 pytestmark = pytest.mark.e2e
 
 CACHE, PAGE = "nvfp4", 256
+PASS = 4 * PAGE
 CAPACITY, WINDOW_CAPACITY, REQUESTS = 3072, 2048, 4
 DOCUMENT = golden_ids("recall_1023")
 
@@ -48,11 +49,15 @@ def assert_idle(runner: Runner) -> None:
 
 
 def run_prompt(runner: Runner, ids: Sequence[int]) -> tuple[Request, Tensor]:
-    """Prefill as the server does, a page at a time, reusing and publishing: the logits run."""
+    """Prefill as the server does, reusing a prefix and publishing: the logits of what was run.
+
+    A pass takes several pages, so that a later request may resume at the end of a page in the
+    middle of it.
+    """
     request = runner.start(ids, reuse=True)
     logits = []
     while request.prompt_left:
-        part = (request, min(PAGE, request.prompt_left))
+        part = (request, min(PASS, request.prompt_left))
         logits += runner.extend([part], publish=True)
     return request, torch.cat(logits)
 
