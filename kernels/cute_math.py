@@ -48,6 +48,29 @@ def rows_in(tensor: cute.Tensor) -> Int64:
     return Int64(shape[0])
 
 
+def float_at(registers: cute.Tensor, index: Any) -> Float32:
+    """One value of a float32 register tensor."""
+    value: Any = registers[index]
+    return value
+
+
+def floats_of(registers: cute.Tensor, start: int, count: int) -> list[Float32]:
+    """`count` consecutive values of a float32 register tensor [n]."""
+    return [float_at(registers, start + i) for i in range(count)]
+
+
+def float_of(word: Uint32) -> Float32:
+    """The float32 with the bits of a word."""
+    value: Any = word.bitcast(Float32)
+    return value
+
+
+def word_of(value: Float32) -> Uint32:
+    """The bits of a float32."""
+    word: Any = value.bitcast(Uint32)
+    return word
+
+
 def load_vector(pointer: cute.Pointer, count: int) -> list[Any]:
     """`count` consecutive values in 16-byte loads where the pointer's alignment allows."""
     fragment = cute.make_rmem_tensor(cute.make_layout(count), pointer.dtype)

@@ -6,11 +6,11 @@ operations that have a kernel for its architecture: what has none stops the star
 """
 
 from collections.abc import Callable
-from dataclasses import dataclass, fields
+from dataclasses import dataclass
 
 import torch
 
-from sglang_dsv4.envs import reference_on_gpu
+from sglang_dsv4.envs import REFERENCE_ON_GPU, reference_on_gpu
 from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.kernels.reference import (
     compress,
@@ -52,6 +52,9 @@ REFERENCE = Operations(
     hc_head=mhc.hc_head,
 )
 
+WITHOUT_KERNEL = ("indexer_query", "indexer_topk", "hc_pre", "hc_post", "hc_head")
+"""Operations that exist for no GPU yet; the others have a kernel in ``kernels/<family>/``."""
+
 
 def operations_for(device: torch.device) -> Operations:
     """The operations of ``device``.
@@ -61,8 +64,8 @@ def operations_for(device: torch.device) -> Operations:
     """
     if device.type == "cpu" or reference_on_gpu():
         return REFERENCE
-    missing = ", ".join(field.name for field in fields(Operations))
     raise UnsupportedError(
-        f"The device {device.type} has no kernel for {missing}, wanted one for each: run on a CPU "
-        f"with --device cpu, or set SGLANG_DSV4_NVFP4_REFERENCE_ON_GPU=1 for the slow reference."
+        f"The device {device.type} has no kernel for {', '.join(WITHOUT_KERNEL)}, wanted one for "
+        f"each operation: run on a CPU with --device cpu, or set "
+        f"{REFERENCE_ON_GPU.name}=1 for the slow reference."
     )

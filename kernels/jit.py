@@ -26,19 +26,10 @@ from cutlass.base_dsl.env_manager import get_prefix_dsl_libs
 from cutlass.cute.runtime import make_fake_stream
 
 from sglang_dsv4.cache import kv_layout
+from sglang_dsv4.envs import kernel_cache
 
-CACHE_VARIABLE = "SGLANG_DSV4_NVFP4_KERNEL_CACHE"
 _FUNCTION = "launch"
 _keep_folder: ContextVar[str | None] = ContextVar("keep_folder", default=None)
-
-
-def cache_folder() -> Path:
-    """Folder of the object files: ``SGLANG_DSV4_NVFP4_KERNEL_CACHE``, else the user's cache."""
-    chosen = os.environ.get(CACHE_VARIABLE)
-    if chosen:
-        return Path(chosen)
-    base = os.environ.get("XDG_CACHE_HOME")
-    return (Path(base) if base else Path.home() / ".cache") / "sglang_dsv4" / "kernels"
 
 
 @functools.lru_cache(maxsize=1)
@@ -79,7 +70,7 @@ def compile_for(arch: str, host: Callable, *args: Any) -> Any:
 def _object_path(builder: Callable, key: tuple) -> Path:
     name = f"{builder.__module__}.{builder.__qualname__}"
     digest = hashlib.sha256(repr((name, key)).encode()).hexdigest()[:24]
-    return cache_folder() / fingerprint() / f"{builder.__name__}-{key[0]}-{digest}.o"
+    return kernel_cache() / fingerprint() / f"{builder.__name__}-{key[0]}-{digest}.o"
 
 
 def _export(compiled: Any, path: Path) -> None:

@@ -13,11 +13,9 @@ from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
 
 from sglang_dsv4.attention.backend import BACKEND_NAME
-from sglang_dsv4.errors import UnsupportedError
+from sglang_dsv4.cache.kv_layout import KVFormat
 from sglang_dsv4.model_source import ARCHITECTURE, serves
 from sglang_dsv4.patches.patch import Patch
-
-KV_CACHE_DTYPES = ("nvfp4", "bfloat16")
 
 
 def around_kv_cache_dtype(original: Callable, view: Any) -> dict[str, Any]:
@@ -28,14 +26,8 @@ def around_kv_cache_dtype(original: Callable, view: Any) -> dict[str, Any]:
     """
     if not serves(model_config_of(view).hf_config):
         return original(view)
-    asked = view.kv_cache_dtype
-    chosen = {"auto": "nvfp4", "bf16": "bfloat16"}.get(asked, asked)
-    if chosen not in KV_CACHE_DTYPES:
-        raise UnsupportedError(
-            f"--kv-cache-dtype is {asked}, wanted {' or '.join(KV_CACHE_DTYPES)} for this model: "
-            f"leave the option out for nvfp4."
-        )
-    return {} if chosen == asked else {"kv_cache_dtype": chosen}
+    chosen = KVFormat.from_option(view.kv_cache_dtype).value
+    return {} if chosen == view.kv_cache_dtype else {"kv_cache_dtype": chosen}
 
 
 def skip_nvfp4_rules(server_args: Any, previous: Callable[[Any], None]) -> None:

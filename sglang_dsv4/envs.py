@@ -68,8 +68,14 @@ FAILURE_FILE = EnvVar(
     "",
     "File to which a failing process writes its sentence; set by sglang_dsv4.launch_server.",
 )
+KERNEL_CACHE = EnvVar(
+    PREFIX + "KERNEL_CACHE",
+    _parse_str,
+    "",
+    "Folder of compiled GPU kernels; sglang_dsv4/kernels in the user's cache folder when unset.",
+)
 
-ALL: tuple[EnvVar, ...] = (REFERENCE_ON_GPU, FAILURE_FILE)
+ALL: tuple[EnvVar, ...] = (REFERENCE_ON_GPU, FAILURE_FILE, KERNEL_CACHE)
 
 
 def reference_on_gpu() -> bool:
@@ -80,3 +86,11 @@ def reference_on_gpu() -> bool:
 def failure_file() -> Path | None:
     """Where a failing process leaves its sentence; None when nobody listens."""
     return Path(FAILURE_FILE.get()) if FAILURE_FILE.get() else None
+
+
+def kernel_cache() -> Path:
+    """Where compiled GPU kernels are kept across processes."""
+    if KERNEL_CACHE.get():
+        return Path(KERNEL_CACHE.get())
+    base = os.environ.get("XDG_CACHE_HOME")
+    return (Path(base) if base else Path.home() / ".cache") / "sglang_dsv4" / "kernels"

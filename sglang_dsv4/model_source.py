@@ -11,6 +11,7 @@ from sglang_dsv4.checkpoint.quant import QuantKind, module_kinds
 from sglang_dsv4.checkpoint.reader import Checkpoint
 from sglang_dsv4.checkpoint.shapes import check_shapes, layer_kinds, num_hash_layers
 from sglang_dsv4.config import ModelDims, flat_config, from_config_dict
+from sglang_dsv4.errors import CheckpointError
 
 logger = logging.getLogger(__name__)
 
@@ -51,13 +52,19 @@ def checkpoint_dir(model_path: str) -> Path:
     """The local directory of a model path; a hub id is looked up in, or fetched to, the hub cache.
 
     Raises:
-        OSError: the hub id is neither cached nor reachable.
+        CheckpointError: there is no such directory, and no such model cached or reachable.
     """
     if Path(model_path).exists():
         return Path(model_path)
     from huggingface_hub import snapshot_download
 
-    return Path(snapshot_download(model_path))
+    try:
+        return Path(snapshot_download(model_path))
+    except (OSError, ValueError) as error:
+        raise CheckpointError(
+            f"{model_path} is neither a directory nor a model that can be fetched "
+            f"({type(error).__name__}), wanted a checkpoint: correct --model-path."
+        ) from error
 
 
 @lru_cache(maxsize=4)

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from importlib.metadata import entry_points, version
 
 from sglang_dsv4 import __version__, plugin
-from sglang_dsv4.errors import CheckpointError, Dsv4Error, UnsupportedError
+from sglang_dsv4.errors import Dsv4Error
 from sglang_dsv4.failure import EXIT_STATUS, one_sentence
 
 GIB = 1 << 30
@@ -200,15 +200,8 @@ def _device(device: str) -> Check:
 
 
 def _checkpoint(model_path: str) -> Check:
-    from sglang_dsv4.model_source import checkpoint_dir, open_source
+    from sglang_dsv4.model_source import open_source
 
-    try:
-        checkpoint_dir(model_path)
-    except (OSError, ValueError) as error:
-        raise CheckpointError(
-            f"{model_path} is neither a directory nor a model that can be fetched "
-            f"({type(error).__name__}), wanted a checkpoint: correct --model-path."
-        ) from error
     source = open_source(model_path)
     counts = Counter(kind.value for kind in source.kinds.values())
     matrices = ", ".join(f"{count} {kind}" for kind, count in sorted(counts.items()))
@@ -233,17 +226,11 @@ def _kv_cache(model_path: str, dtype: str) -> Check:
     from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
     from sglang_dsv4.model_source import open_source
 
-    wanted = " or ".join(KVFormat)
-    name = {"auto": KVFormat.NVFP4, "bf16": KVFormat.BFLOAT16}.get(dtype, dtype)
-    if name not in list(KVFormat):
-        raise UnsupportedError(
-            f"--kv-cache-dtype is {dtype}, wanted {wanted} for this model: leave the option out "
-            f"for nvfp4."
-        )
-    capacity = Capacity(open_source(model_path).dims, KVFormat(name))
-    record = RecordLayout(KVFormat(name), 64).record_bytes
-    found = f"{name}: {record} B a record, {capacity.per_token().total:.0f} B a token of context"
-    return Check("KV cache", found, wanted)
+    kv_format = KVFormat.from_option(dtype)
+    per_token = Capacity(open_source(model_path).dims, kv_format).per_token().total
+    record = RecordLayout(kv_format, 64).record_bytes
+    found = f"{kv_format.value}: {record} B a record, {per_token:.0f} B a token of context"
+    return Check("KV cache", found, " or ".join(KVFormat))
 
 
 def _memory(model_path: str, device: str, tp_size: int) -> Check:

@@ -95,7 +95,7 @@ def test_a_gpu_without_kernels_is_refused_naming_the_operations(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
     monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
     fault = preflight.first_fault(preflight.model_checks(str(MODEL), "cuda", "nvfp4", 1))
-    assert "sparse_attention" in fault
+    assert "indexer_topk" in fault
     monkeypatch.setenv("SGLANG_DSV4_NVFP4_REFERENCE_ON_GPU", "1")
     device = of(preflight.model_checks(str(MODEL), "cuda", "nvfp4", 1))["device"]
     assert device.found == "NVIDIA H200, sm_90: plain-torch reference"

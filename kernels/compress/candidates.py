@@ -43,7 +43,7 @@ def _read_batch(
         pointer = cm.element_pointer(tensor, offset + start, VECTOR_BYTES)
         words = cm.load_words_if(condition, pointer, [Uint32(absent)] * 4)
         for word in words:
-            values += cm.bf16_values(word) if per_load == LANE else [word.bitcast(Float32)]
+            values += cm.bf16_values(word) if per_load == LANE else [cm.float_of(word)]
     return values
 
 
@@ -54,8 +54,8 @@ def _read_state(
     values: list[Float32] = []
     for start in range(0, LANE, 4):
         pointer = cm.element_pointer(state, offset + start, VECTOR_BYTES)
-        kept = [value.bitcast(Uint32) for value in otherwise[start : start + 4]]
-        values += [word.bitcast(Float32) for word in cm.load_words_if(condition, pointer, kept)]
+        kept = [cm.word_of(value) for value in otherwise[start : start + 4]]
+        values += [cm.float_of(word) for word in cm.load_words_if(condition, pointer, kept)]
     return values
 
 
@@ -155,7 +155,7 @@ def weighted_means(sums: cute.Tensor) -> list[Float32]:
     """Weighted sum over total of each channel; a window without candidates gives 0."""
     means = []
     for i in range(LANE):
-        total = sums[1, i]
+        total = cm.float_at(sums, (1, i))
         divisor = cm.select(total == Float32(0.0), Float32(1.0), total)
-        means.append(cm.div_rn(sums[2, i], divisor))
+        means.append(cm.div_rn(cm.float_at(sums, (2, i)), divisor))
     return means

@@ -59,7 +59,7 @@ class Finish:
             entry[i] = cm.mul_rn(cm.mul_rn(means[i], factor), weight[i])
         if channel_lane >= self.first_rope_lane:
             self.rotate(entry, table, position, channel_lane - self.first_rope_lane)
-        values = [entry[i] for i in range(LANE)]
+        values = cm.floats_of(entry, 0, LANE)
         index = Int32(slot)
         base = Int64(index // self.layout.page_size) * cm.stride_of(pool)
         row = index % self.layout.page_size
@@ -84,7 +84,7 @@ class Finish:
         cos = cm.load_float(cm.element_pointer(table, offset, VECTOR_BYTES), _PAIRS)
         offset = offset + ROPE_DIM // 2
         sin = cm.load_float(cm.element_pointer(table, offset, VECTOR_BYTES), _PAIRS)
-        rotated = cm.rotate_pairs([entry[i] for i in range(LANE)], cos, sin, inverse=False)
+        rotated = cm.rotate_pairs(cm.floats_of(entry, 0, LANE), cos, sin, inverse=False)
         for i in range_constexpr(LANE):
             entry[i] = rotated[i]
 

@@ -114,7 +114,7 @@ class KvStore:
         cos = cm.load_float(cm.element_pointer(table, offset, VECTOR_BYTES), pairs)
         half = self.layout.rope_dim // 2
         sin = cm.load_float(cm.element_pointer(table, offset + half, VECTOR_BYTES), pairs)
-        rotated = cm.rotate_pairs([latent[i] for i in range(LANE)], cos, sin, inverse=False)
+        rotated = cm.rotate_pairs(cm.floats_of(latent, 0, LANE), cos, sin, inverse=False)
         for i in range_constexpr(LANE):
             latent[i] = rotated[i]
 
@@ -123,7 +123,7 @@ class KvStore:
         self, latent: cute.Tensor, pool: cute.Tensor, base: Int64, row: Int32, lane: Int32
     ) -> None:
         """Encode one lane's values and write them to row `row` of the page at byte `base`."""
-        values = [latent[i] for i in range(LANE)]
+        values = cm.floats_of(latent, 0, LANE)
         data = base + row * self.layout.data_bytes
         pairs = [cm.bf16_pair(values[2 * i], values[2 * i + 1]) for i in range(LANE // 2)]
         if const_expr(self.nvfp4):

@@ -125,21 +125,20 @@ class NormRope:
     ) -> None:
         """Norm, rotate and store one head."""
         if const_expr(self.normalise):
-            total = cm.lane_sum(cm.sum_of_squares([values[i] for i in range(2 * LANE)]), 32)
+            total = cm.lane_sum(cm.sum_of_squares(cm.floats_of(values, 0, 2 * LANE)), 32)
             factor = cm.rsqrt(cm.add_rn(total * Float32(1.0 / HEAD_DIM), eps))
             for i in range_constexpr(2 * LANE):
-                values[i] = cm.mul_rn(values[i], factor)
+                values[i] = cm.mul_rn(cm.float_at(values, i), factor)
         if lane >= FIRST_ROPE_LANE:
-            pairs = range(PAIRS)
             rotated = cm.rotate_pairs(
-                [values[LANE + i] for i in range(LANE)],
-                [cos[i] for i in pairs],
-                [sin[i] for i in pairs],
+                cm.floats_of(values, LANE, LANE),
+                cm.floats_of(cos, 0, PAIRS),
+                cm.floats_of(sin, 0, PAIRS),
                 self.inverse,
             )
             for i in range_constexpr(LANE):
                 values[LANE + i] = rotated[i]
-        low, high = [values[i] for i in range(LANE)], [values[LANE + i] for i in range(LANE)]
+        low, high = cm.floats_of(values, 0, LANE), cm.floats_of(values, LANE, LANE)
         cm.store_vector(cm.element_pointer(out, offset, VECTOR_BYTES), low)
         cm.store_vector(cm.element_pointer(out, offset + HALF, VECTOR_BYTES), high)
 

@@ -20,6 +20,8 @@ The bfloat16 format keeps rows of bf16: 1024 bytes for a record, 256 for an inde
 from dataclasses import dataclass
 from enum import StrEnum
 
+from sglang_dsv4.errors import UnsupportedError
+
 NVFP4_GROUP = 16
 INDEXER_GROUP = 32
 FORMAT_VERSION = "dsv4-kv-1"
@@ -30,6 +32,20 @@ class KVFormat(StrEnum):
 
     NVFP4 = "nvfp4"
     BFLOAT16 = "bfloat16"
+
+    @classmethod
+    def from_option(cls, name: str) -> "KVFormat":
+        """The format that `--kv-cache-dtype` asks for; auto is NVFP4, bf16 is bfloat16.
+
+        Raises UnsupportedError for another name.
+        """
+        try:
+            return cls({"auto": "nvfp4", "bf16": "bfloat16"}.get(name, name))
+        except ValueError:
+            raise UnsupportedError(
+                f"--kv-cache-dtype is {name}, wanted {' or '.join(cls)} for this model: leave the "
+                "option out for nvfp4."
+            ) from None
 
 
 def _check_page_size(page_size: int) -> None:
