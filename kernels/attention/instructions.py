@@ -6,6 +6,7 @@ volatile and keep their order among themselves and around barriers; arithmetic i
 
 from typing import Any
 
+import cutlass
 from cutlass import Float32, Int32, Int64, Uint32
 from cutlass._mlir.dialects import llvm as _llvm
 from cutlass.cutlass_dsl import dsl_user_op
@@ -381,3 +382,13 @@ def ballot(condition: Any, *, loc: Any = None, ip: Any = None) -> Uint32:
     """One bit for each lane whose condition holds; every lane of the warp must take part."""
     text = "{.reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.ballot.b32 $0, p, 0xffffffff;}"
     return _asm([Uint32], [Int32(condition)], text, "=r,r", True, loc, ip)
+
+
+def address(tensor: Any) -> Any:
+    """Address of a tensor's first element, 64 bits."""
+    return tensor.iterator.toint()
+
+
+def choose(condition: Any, one: Any, other: Any) -> Any:
+    """`one` where the run-time condition holds, else `other`; both are evaluated."""
+    return cutlass.select_(condition, one, other)

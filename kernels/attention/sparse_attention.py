@@ -9,8 +9,8 @@ from torch import Tensor
 
 from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
 from sglang_dsv4.errors import UnsupportedError
+from sglang_dsv4.kernels.attention.combine import HEAD_DIM
 from sglang_dsv4.kernels.attention.portable import (
-    HEAD_DIM,
     HEAD_TILES,
     TILE,
     Shape,
@@ -22,10 +22,14 @@ from sglang_dsv4.kernels.hardware import SHARED_BYTES, current_arch, num_sms
 MAX_SPLITS = 32
 # Offsets inside a pool are counted in 16 bytes, in 31 bits.
 MAX_POOL_BYTES = 1 << 35
-# Costs in units of one 64-key tile of a block that shares its SM, for the choice of splits.
-BLOCK_COST = 1.0
-COMBINE_COST = 1.0
-ALONE_COST = 0.65
+# Microseconds on an H200, fitted to 313 timed plans (BENCHMARKS.md), for the choice of a plan: one
+# 64-key tile by head tile, on a full SM; a block; the combination, and 1000 of its partial rows.
+TILE_COST = {8: 3.4, 16: 4.0, 32: 3.8}
+BLOCK_COST = 2.0
+COMBINE_COST = 1.3
+ROW_COST = 1.5
+# The time of a block that has its SM alone, relative to one that shares it.
+ALONE_COST = 0.75
 
 
 @dataclass(frozen=True)
@@ -36,33 +40,50 @@ class Plan:
     splits: int
 
 
+def _fitting(arch: str) -> list[int]:
+    """Head tiles whose blocks fit the architecture's shared memory, ascending."""
+    return [t for t in HEAD_TILES if shared_bytes(t) + 1024 <= SHARED_BYTES[arch]]
+
+
 def head_tile_for(num_heads: int, arch: str) -> int:
-    """Heads of a block: the smallest tile that holds all heads, else the largest that fits."""
-    fitting = [t for t in HEAD_TILES if shared_bytes(t) + 1024 <= SHARED_BYTES[arch]]
+    """The largest useful tile: the smallest that holds all heads, else the largest that fits."""
+    fitting = _fitting(arch)
     return next((tile for tile in fitting if tile >= num_heads), fitting[-1])
+
+
+def plan_cost(
+    plan: Plan, num_tokens: int, num_heads: int, num_tiles: int, sms: int, arch: str
+) -> float:
+    """Estimated microseconds of a plan, without what all plans share.
+
+    num_tiles: 64-key tiles of both lists; sms: streaming multiprocessors.
+    """
+    tile, splits = plan.head_tile, plan.splits
+    blocks = num_tokens * math.ceil(num_heads / tile) * splits
+    per_sm = min(2, SHARED_BYTES[arch] // (shared_bytes(tile) + 1024))
+    rounds, rest = divmod(math.ceil(blocks / sms), per_sm)
+    passes = rounds + (ALONE_COST if rest else 0.0)
+    cost = passes * (TILE_COST[tile] * math.ceil(num_tiles / splits) + BLOCK_COST)
+    return cost + (COMBINE_COST + ROW_COST * blocks * tile / 1000 if splits > 1 else 0.0)
 
 
 @lru_cache(maxsize=4096)
 def plan_for(num_tokens: int, num_heads: int, num_tiles: int, sms: int, arch: str) -> Plan:
-    """The tile of heads, and the number of splits with the least estimated time.
+    """The tile of heads and the number of splits with the least estimated time.
 
-    A split count is kept only if no split is empty. num_tiles: 64-key tiles of both lists.
+    A split count is taken only if no split is empty, a tile below 16 only if it holds all heads.
+    num_tiles: 64-key tiles of both lists.
     """
-    head_tile = head_tile_for(num_heads, arch)
-    per_sm = 2 if head_tile <= 16 else 1
-    blocks = num_tokens * math.ceil(num_heads / head_tile)
-    best, least = 1, math.inf
-    for wanted in range(1, min(MAX_SPLITS, num_tiles) + 1):
-        share = math.ceil(num_tiles / wanted)
-        splits = math.ceil(num_tiles / share)
-        if splits != wanted:
-            continue
-        resident = math.ceil(blocks * splits / sms)
-        rounds = max(ALONE_COST, resident / 2) if per_sm == 2 else float(resident)
-        cost = rounds * (share + BLOCK_COST) + (COMBINE_COST if splits > 1 else 0.0)
-        if cost < least:
-            best, least = splits, cost
-    return Plan(head_tile, best)
+    largest = head_tile_for(num_heads, arch)
+    wanted = range(1, min(MAX_SPLITS, num_tiles) + 1)
+    plans = [
+        Plan(tile, splits)
+        for tile in _fitting(arch)
+        if min(16, largest) <= tile <= largest
+        for splits in wanted
+        if math.ceil(num_tiles / math.ceil(num_tiles / splits)) == splits
+    ]
+    return min(plans, key=lambda p: plan_cost(p, num_tokens, num_heads, num_tiles, sms, arch))
 
 
 @lru_cache(maxsize=16)

@@ -5,6 +5,7 @@ this batch reads. One thread takes 8 channels of a row.
 
 Roofline, bf16 projections: a row of `width` channels reads 4 B and writes 8 B a channel (12 KB for
 width 1024); decode writes one row a token, prefill the last 8 of a page or 128 of a request.
+It was measured only together with the windows (their file has the times).
 """
 
 from typing import Any

@@ -5,10 +5,10 @@ import math
 import numpy as np
 import pytest
 import torch
-from warp_emulator import Device
+from warp_emulator import Device, fresh
 
 from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
-from sglang_dsv4.kernels.attention import portable
+from sglang_dsv4.kernels.attention import combine, portable
 from sglang_dsv4.kernels.reference.kv_store import write_records
 from sglang_dsv4.kernels.reference.sparse_attention import sparse_attention
 
@@ -25,7 +25,9 @@ def emulate(q, lists, pools, layouts, sinks, scale, out_scale, head_tile, splits
     """(out, lse) of the kernel's source; splits > 1 runs the combination too."""
     device = Device(1 << 24)
     shape = portable.Shape(head_tile, layouts[0].page_size, layouts[1].page_size, 8)
-    kernel_class, functions = device.bind(portable, portable.SparseAttention)
+    source = fresh(portable)
+    kernel_class, _ = device.bind(source, source.SparseAttention)
+    _, functions = device.bind(fresh(combine), source.SparseAttention)
     kernel = [kernel_class(shape) for _ in range(8)]
     tokens, heads = q.shape[:2]
     put = device.tensor

@@ -7,6 +7,7 @@ differs between the lanes of a warp is refused. What is proved is the mapping of
 addresses and barriers, not the compiler's work.
 """
 
+import importlib.util
 import threading
 import types
 
@@ -29,6 +30,14 @@ def f32_to_bf16(x):
 
 def full(x, dtype):
     return np.broadcast_to(np.asarray(x, dtype), (32,))
+
+
+def fresh(module):
+    """The module executed anew: compiling a kernel replaces the code of its functions."""
+    spec = importlib.util.spec_from_file_location(module.__name__, module.__file__)
+    copy = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(copy)
+    return copy
 
 
 class Number:
