@@ -69,7 +69,9 @@ def assert_encodes(pool, slots, latent, tolerance, layout, what):
     margin = tolerance[:, : codes.shape[1]]
     assert_codes(data[:, : codes.shape[1] // 2], scale, codes, margin, width, what)
     bytes_found, bytes_wanted = torch.cat((data, scale), 1), torch.cat((wanted, wanted_scale), 1)
-    return (bytes_found != bytes_wanted).float().mean().item()
+    # A NaN's payload is free, and differs between a GPU's conversion and a CPU's.
+    whole = ~latent.isnan().any(1)
+    return (bytes_found[whole] != bytes_wanted[whole]).float().mean().item()
 
 
 def assert_bf16(data, latent, tolerance, what):
