@@ -21,7 +21,7 @@ Shared memory, per 64 keys and block: 56 KB written and 64 KB read for V, 8 KB w
 RoPE, 2 KB x heads for the scores' exchange, so about 160 KB at 16 heads against 33.5 KB x heads of
 flops.
 
-Measured on an H200, 2026-12-02 (BENCHMARKS.md): 64 and 128 heads at batch 64 to 256 take 18-20% of
+Measured on an H200, 2026-12-02 (BENCHMARKS.md): 64 and 128 heads at batch 64 to 256 take 17-20% of
 the bound of bytes and flops, so neither bandwidth nor the tensor cores limit. A block alone on its
 SM takes 2.7, 3.1 and 3.6 us for 64 keys with 8, 16 and 32 heads: work per key, not the products.
 Top-k 1024, batch 64: 29.1, 36.8, 76.2 and 144.0 us at 8, 16, 64 and 128 heads; FlashMLA's FP8

@@ -70,20 +70,18 @@ def copy_seconds(nbytes: int) -> float:
 
 def test_speed_beside_transformers(capsys):
     ids = max((p["prompt_ids"] for p in question_prompts()), key=len)[:PREFILL]
-    rows = []
+    rows, threads = [], torch.get_num_threads()
     for dtype in (torch.bfloat16, torch.float32):
         rows.append(
             (f"transformers {dtype}".replace("torch.", ""), *transformers_speed(ids, dtype))
         )
     for cache in ("bfloat16", "nvfp4"):
-        with Runner(kv_cache_dtype=cache, max_total_tokens=16384, threads=1) as runner:
+        with Runner(kv_cache_dtype=cache, max_total_tokens=16384, threads=threads) as runner:
             rows.append((f"ours, {cache} cache", *our_speed(runner, ids)))
             weights = sum(p.nbytes for p in runner.model_runner.model.parameters())
     base_prefill, base_decode = rows[0][1:]
     with capsys.disabled():
-        print(
-            f"\n{torch.get_num_threads()} thread(s); prefill {PREFILL} tokens, decode at {PREFILL}"
-        )
+        print(f"\n{threads} thread(s); prefill {PREFILL} tokens, decode at {PREFILL}")
         print(f"{'':<26}{'prefill s':>10}{'ratio':>7}{'decode ms':>11}{'ratio':>7}")
         for name, prefill, decode in rows:
             print(

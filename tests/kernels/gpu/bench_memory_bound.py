@@ -224,9 +224,7 @@ def main():
     failures = run_checks() if options.check else 0
     roof = roof_rate()
     name = torch.cuda.get_device_name()
-    print(
-        f"{name}: 1 GiB read and written at {roof:.2f} TB/s; floor of one empty launch in the graph below"
-    )
+    print(f"{name}: {roof:.2f} TB/s over 1 GiB; floor of an empty launch below")
     floor = copy_time(1024)
     print(f"512-byte copy: {floor:.2f} us")
     print("operation              tokens      MB       us  copy us  % of copy    TB/s  % of roof")
