@@ -13,7 +13,6 @@ import argparse
 import functools
 import json
 import math
-import statistics
 import sys
 import traceback
 from pathlib import Path
@@ -24,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import memory_bound_cases as cases
+from timing import graph_time, memory_rate
 
 from sglang_dsv4.cache.kv_layout import IndexerLayout, KVFormat, RecordLayout
 from sglang_dsv4.kernels.compress.compress import compress_store
@@ -39,37 +39,6 @@ RECORDS = {
 KEYS = IndexerLayout(KVFormat.NVFP4, 64)
 
 
-@functools.cache
-def flush_buffer():
-    """Larger than L2; writing it evicts everything else."""
-    return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-
-
-def graph_time(calls, repeats=20):
-    """Median microseconds of one call; `calls` run in turn inside one CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush_buffer().zero_()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(times)
-
-
 def copies_for(total_bytes):
     """Number of different inputs that together exceed L2."""
     return max(4, min(48, math.ceil(COLD_BYTES / total_bytes)))
@@ -83,13 +52,6 @@ def copy_time(total_bytes):
         for _ in range(copies_for(total_bytes))
     ]
     return graph_time([lambda p=p: p[1].copy_(p[0]) for p in pairs])
-
-
-def roof_rate():
-    """TB/s of an elementwise kernel over 1 GiB; a captured copy_ of this size is slower."""
-    values = torch.zeros(1 << 28, device="cuda")
-    out = torch.empty_like(values)
-    return 2 * values.nbytes / graph_time([lambda: torch.add(values, 1.0, out=out)] * 4) / 1e6
 
 
 def kv_store_case(tokens):
@@ -222,7 +184,7 @@ def main():
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     failures = run_checks() if options.check else 0
-    roof = roof_rate()
+    roof = memory_rate() / 1e12
     name = torch.cuda.get_device_name()
     print(f"{name}: {roof:.2f} TB/s over 1 GiB; floor of an empty launch below")
     floor = copy_time(1024)

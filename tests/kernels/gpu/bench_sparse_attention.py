@@ -11,10 +11,8 @@ splits beside the chosen ones.
 """
 
 import argparse
-import functools
 import json
 import math
-import statistics
 import sys
 import traceback
 from pathlib import Path
@@ -25,6 +23,7 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import sparse_attention_cases as cases
+from timing import graph_time, memory_rate
 
 from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
 from sglang_dsv4.kernels.attention.sparse_attention import (
@@ -41,47 +40,11 @@ POOL_TOKENS = 1 << 19
 FP8_RECORD, FP8_PAGE = 584, 64
 
 
-@functools.cache
-def flush_buffer():
-    """Larger than L2; writing it evicts everything else."""
-    return torch.empty(256 << 20, dtype=torch.uint8, device="cuda")
-
-
-def graph_time(calls, repeats=20):
-    """Median microseconds of one call; `calls` run in turn inside one CUDA graph."""
-    stream = torch.cuda.Stream()
-    with torch.cuda.stream(stream):
-        for call in calls:
-            call()
-    torch.cuda.synchronize()
-    graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph, stream=stream):
-        for call in calls:
-            call()
-    for _ in range(3):
-        graph.replay()
-    times = []
-    for _ in range(repeats):
-        start, end = (torch.cuda.Event(enable_timing=True) for _ in range(2))
-        flush_buffer().zero_()
-        start.record()
-        graph.replay()
-        end.record()
-        end.synchronize()
-        times.append(start.elapsed_time(end) * 1000 / len(calls))
-    return statistics.median(times)
-
-
 def measure_roofs():
     """(copy bytes/s, bf16 matmul flop/s) of this GPU, in this run."""
-    source = torch.empty(1 << 30, dtype=torch.uint8, device="cuda")
-    target = torch.empty_like(source)
-    # An elementwise kernel: a captured copy_ of this size is slower than memory is.
-    values, out = source.view(torch.float32), target.view(torch.float32)
-    copy = 2 * source.numel() / (graph_time([lambda: torch.add(values, 1.0, out=out)] * 4) * 1e-6)
     a = torch.randn(8192, 8192, device="cuda").bfloat16()
     rate = 2 * 8192**3 / (graph_time([lambda: a @ a] * 4) * 1e-6)
-    return copy, rate
+    return memory_rate(), rate
 
 
 def random_bytes(pages, size):
