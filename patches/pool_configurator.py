@@ -19,10 +19,8 @@ class Dsv4PoolConfigurator(DSV4PoolConfigurator):
         super().__init__(kvc)
 
     def _get_paged_kv_bytes_per_token(self, compress_ratio: int = 0) -> float:
-        page = self.page_size // compress_ratio if compress_ratio else WINDOW_PAGE
-        return RecordLayout(self._format, min(page, WINDOW_PAGE)).page_bytes / min(
-            page, WINDOW_PAGE
-        )
+        # Pages carry no padding, so every pool's page size gives the same.
+        return float(RecordLayout(self._format, WINDOW_PAGE).record_bytes)
 
     def _compressed_bytes_per_full_token(self, ratio: int) -> float:
         record = self._get_paged_kv_bytes_per_token(ratio) / ratio
