@@ -65,6 +65,12 @@ def select_topk(logits: Tensor, visible: Tensor, topk: int) -> Tensor:
     return indices
 
 
+def entry_slots(key_pages: Tensor, length: int, page_size: int) -> Tensor:
+    """Slots of entries 0..length-1: integer [..., P] pages -> int64 [..., length]."""
+    entry = torch.arange(length, device=key_pages.device)
+    return key_pages.long()[..., entry // page_size] * page_size + entry % page_size
+
+
 def _chunks(tokens: Tensor, per_token: int) -> Iterator[Tensor]:
     """Split token ids so that a chunk has at most MAX_SCORES scores; nothing for no tokens."""
     if len(tokens):
@@ -76,52 +82,57 @@ def indexer_topk(
     weights: Tensor,
     pool: Tensor,
     layout: IndexerLayout,
-    key_slots: Tensor,
+    key_pages: Tensor,
     row_of_token: Tensor,
     visible: Tensor,
     topk: int,
 ) -> Tensor:
-    """Entries that each token attends to.
+    """Slots of the compressed entries that each token attends to.
 
     Args: q float [T, Hi, d]; weights float [T, Hi]; pool uint8 [num_pages, page_bytes];
-    key_slots int64 [R, Lmax], the entries' slots of each request, -1 padded; row_of_token integer
-    [T], row of key_slots; visible integer [T], entries 0..visible-1 may be seen.
-    Returns int64 [T, topk]: indices into the token's row of key_slots, ascending, then -1. A token
-    that sees at most topk entries gets all of them, without scoring.
+    key_pages integer [R, P], pages of each request: its entry e is slot
+    key_pages[r, e // page_size] * page_size + e % page_size, and pages of entries that no token
+    sees may be any number; row_of_token integer [T], row of key_pages; visible integer [T],
+    entries 0..visible-1 may be seen.
+    Returns int64 [T, topk]: slots in ascending order of entry, then -1; equal logits by lower
+    entry. A token that sees at most topk entries gets all of them, without scoring.
     """
-    num_heads, length = q.shape[1], key_slots.shape[1]
-    selected = key_slots.new_full((q.shape[0], topk), -1)
-    entry = torch.arange(length, device=q.device)
+    num_heads, page_size = q.shape[1], layout.page_size
+    capacity = key_pages.shape[1] * page_size
+    visible = visible.long().clamp(0, capacity)
+    selected = visible.new_full((len(q), topk), -1)
 
-    def seen(tokens: Tensor, slots: Tensor) -> Tensor:
-        return (entry[: slots.shape[-1]] < visible[tokens, None]) & (slots >= 0)
+    def select(chunk: Tensor, keys: Tensor | None, slots: Tensor) -> None:
+        """Selection of a chunk of tokens; slots int64 [width], or [len(chunk), width]."""
+        width = slots.shape[-1]
+        mask = torch.arange(width, device=slots.device) < visible[chunk, None]
+        if keys is None:
+            selected[chunk, :width] = slots.masked_fill(~mask, -1)
+            return
+        entries = select_topk(indexer_logits(q[chunk], weights[chunk], keys), mask, topk)
+        chosen = slots.expand(len(chunk), width).gather(1, entries.clamp(min=0))
+        selected[chunk] = chosen.masked_fill(entries < 0, -1)
 
     def longest(tokens: Tensor) -> int:
-        return int(visible[tokens].amax().clamp(0, length))
+        return int(visible[tokens].amax())
 
     rows, inverse, counts = torch.unique(row_of_token, return_inverse=True, return_counts=True)
     shared = counts >= SHARED_TOKENS
     for index in shared.nonzero().flatten().tolist():
         tokens = (inverse == index).nonzero().flatten()
-        slots = key_slots[rows[index], : longest(tokens)]
-        keys = read_indexer_keys(pool, slots, layout) if slots.numel() > topk else None
-        for chunk in _chunks(tokens, num_heads * slots.numel()):
+        slots = entry_slots(key_pages[rows[index]], longest(tokens), page_size)
+        keys = read_indexer_keys(pool, slots, layout) if len(slots) > topk else None
+        for chunk in _chunks(tokens, num_heads * len(slots)):
             width = longest(chunk)
-            mask = seen(chunk, slots[:width])
-            if keys is None or width <= topk:
-                selected[chunk] = select_topk(mask.float(), mask, topk)
-            else:
-                logits = indexer_logits(q[chunk], weights[chunk], keys[:width])
-                selected[chunk] = select_topk(logits, mask, topk)
+            seen = None if keys is None or width <= topk else keys[:width]
+            select(chunk, seen, slots[:width])
 
     alone = (~shared)[inverse].nonzero().flatten()
-    for chunk in _chunks(alone, (num_heads + q.shape[2]) * length):
+    for chunk in _chunks(alone, (num_heads + q.shape[2]) * capacity):
         width = longest(chunk)
-        slots = key_slots[row_of_token[chunk], :width]
-        mask = seen(chunk, slots)
-        if width <= topk:
-            selected[chunk] = select_topk(mask.float(), mask, topk)
-            continue
-        keys = read_indexer_keys(pool, slots.flatten(), layout).view(len(chunk), width, -1)
-        selected[chunk] = select_topk(indexer_logits(q[chunk], weights[chunk], keys), mask, topk)
+        slots = entry_slots(key_pages[row_of_token[chunk]], width, page_size)
+        keys = None
+        if width > topk:
+            keys = read_indexer_keys(pool, slots.flatten(), layout).view(len(chunk), width, -1)
+        select(chunk, keys, slots)
     return selected

@@ -135,12 +135,15 @@ def sparse_attention(
     sinks: Tensor,
     softmax_scale: float,
     out_scale: float = 1.0,
+    comp_lengths: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query to the records that its lists name.
 
     Args: q float [T, H, head_dim]; window_slots integer [T, Kw] and comp_slots integer [T, Kc], a
     slot outside its pool (-1) is unused and a repeated slot counts each time; pools uint8
-    [num_pages, page_bytes]; the three comp arguments are None together; sinks float [H].
+    [num_pages, page_bytes]; the three comp arguments are None together; sinks float [H];
+    comp_lengths integer [T], or None for all: only places of comp_slots[t] below comp_lengths[t]
+    are looked at, none where it is 0 or less.
     Returns (out [T, H, head_dim] in q's dtype, multiplied by out_scale; lse float32 [T, H], natural
     log-sum-exp of the scaled scores over the records only, without the sink). A token whose lists
     are empty gets out 0 and lse -inf, whatever the sink.
@@ -149,6 +152,9 @@ def sparse_attention(
     """
     sources = [_Source(window_slots, window_pool, window_layout)]
     if comp_slots is not None and comp_pool is not None and comp_layout is not None:
+        if comp_lengths is not None:
+            place = torch.arange(comp_slots.shape[1], device=comp_slots.device)
+            comp_slots = comp_slots.masked_fill(place >= comp_lengths.unsqueeze(1), -1)
         sources.append(_Source(comp_slots, comp_pool, comp_layout))
     num_tokens, num_heads = q.shape[:2]
     out = torch.zeros_like(q)

@@ -14,7 +14,13 @@ from sglang.srt.arg_groups.choices import (
 from sglang.srt.layers.attention.attention_registry import ATTENTION_BACKENDS
 from sglang.srt.layers.attention.base_attn_backend import AttentionBackend
 
-from sglang_dsv4.attention.metadata import AttentionMetadata, BatchRows, build_metadata
+from sglang_dsv4.attention.metadata import (
+    AttentionMetadata,
+    BatchRows,
+    EntryLists,
+    build_metadata,
+)
+from sglang_dsv4.attention.warm_up import warm_up_kernels
 from sglang_dsv4.cache.kv_layout import IndexerLayout, RecordLayout
 from sglang_dsv4.cache.pool import Dsv4TokenToKVPool, kv_format_of
 from sglang_dsv4.kernels.dispatch import operations_for
@@ -42,13 +48,31 @@ class Dsv4AttentionBackend(AttentionBackend):
         self.token_to_kv_pool = runner.token_to_kv_pool
         self.req_to_token_pool = runner.req_to_token_pool
         self.page_size = runner.page_size
+        self.max_context = self.req_to_token_pool.req_to_token.shape[1]
         self.ops = operations_for(torch.device(runner.device))
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
-        """Builds the slot lists of this forward pass."""
+        """Builds the slot lists of this forward pass, eagerly."""
+        self._build(batch_rows(forward_batch))
+
+    def init_forward_metadata_in_graph(self, forward_batch: "ForwardBatch") -> None:
+        """Builds the slot lists of a decode batch inside a CUDA graph, which repeats it.
+
+        The batch's tensors are the graph's static buffers; padding rows have slot 0.
+        """
+        self._build(decode_rows(forward_batch, self.max_context))
+
+    def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
+        """Nothing to keep: a graph's metadata lives in the graph's own memory pool."""
+
+    def get_cuda_graph_seq_len_fill_value(self) -> int:
+        """Length of a padding row."""
+        return 1
+
+    def _build(self, rows: BatchRows) -> None:
         pool = self.token_to_kv_pool
         self.forward_metadata = build_metadata(
-            batch_rows(forward_batch),
+            rows,
             self.req_to_token_pool.req_to_token,
             pool.full_to_swa_index_mapping,
             page_size=self.page_size,
@@ -139,8 +163,8 @@ class Dsv4AttentionBackend(AttentionBackend):
         weights: torch.Tensor,
         topk: int,
         rope_table: torch.Tensor,
-    ) -> torch.Tensor:
-        """Compressed slots that each token attends to in a CSA layer: int64 [T, topk], -1 unused.
+    ) -> EntryLists:
+        """Compressed entries that each token attends to in a CSA layer, at most ``topk``.
 
         Args:
             q: [T, index heads, 128], not yet rotated.
@@ -149,39 +173,38 @@ class Dsv4AttentionBackend(AttentionBackend):
         meta = self.forward_metadata
         pool, layout = self.token_to_kv_pool.indexer_keys(layer_id)
         q = self.ops.indexer_query(q, meta.positions, rope_table)
-        entries = self.ops.indexer_topk(
-            q, weights, pool, layout, meta.c4_slots, meta.row_of_token, meta.c4_visible, topk
+        slots = self.ops.indexer_topk(
+            q, weights, pool, layout, meta.pages, meta.row_of_token, meta.c4_visible, topk
         )
-        slots = meta.c4_slots[meta.row_of_token[:, None], entries.clamp(min=0)]
-        return slots.masked_fill(entries < 0, -1)
+        return EntryLists(slots, meta.csa_lengths(topk))
 
     def attend(
         self,
         layer_id: int,
         q: torch.Tensor,
-        compressed_slots: torch.Tensor | None,
+        entries: EntryLists | None,
         sinks: torch.Tensor,
         softmax_scale: float,
         out_scale: float,
     ) -> torch.Tensor:
-        """Attention of q [T, H, 512] to the window and the compressed slots: [T, H, 512]."""
+        """Attention of q [T, H, 512] to the window and the compressed entries: [T, H, 512]."""
         window_pool, window_layout = self.token_to_kv_pool.window_records(layer_id)
-        pool, layout = (
-            (None, None)
-            if compressed_slots is None
-            else self.token_to_kv_pool.compressed_records(layer_id)
-        )
+        slots, lengths, pool, layout = None, None, None, None
+        if entries is not None:
+            slots, lengths = entries.slots, entries.lengths
+            pool, layout = self.token_to_kv_pool.compressed_records(layer_id)
         out, _ = self.ops.sparse_attention(
             q,
             self.forward_metadata.window_slots,
             window_pool,
             window_layout,
-            compressed_slots,
+            slots,
             pool,
             layout,
             sinks,
             softmax_scale,
             out_scale,
+            lengths,
         )
         return out
 
@@ -191,14 +214,16 @@ def batch_rows(forward_batch: "ForwardBatch") -> BatchRows:
     seq_lens = forward_batch.seq_lens.long()
     positions = forward_batch.positions.long()
     requests = torch.arange(len(seq_lens), device=seq_lens.device)
+    host_seq = _host_lengths(forward_batch.seq_lens_cpu, seq_lens)
     if forward_batch.forward_mode.is_decode_or_idle():
         prefix_lens, row_of_token = seq_lens - 1, requests
+        host_prefix = [length - 1 for length in host_seq]
     else:
         prefix_lens = forward_batch.extend_prefix_lens.long()
         row_of_token = torch.repeat_interleave(
             requests, seq_lens - prefix_lens, output_size=len(positions)
         )
-    host_lens = forward_batch.seq_lens_cpu
+        host_prefix = _host_lengths(forward_batch.extend_prefix_lens_cpu, prefix_lens)
     return BatchRows(
         req_pool_indices=forward_batch.req_pool_indices.long(),
         prefix_lens=prefix_lens,
@@ -206,16 +231,38 @@ def batch_rows(forward_batch: "ForwardBatch") -> BatchRows:
         positions=positions,
         out_cache_loc=forward_batch.out_cache_loc.long(),
         row_of_token=row_of_token,
-        max_seq_len=int((seq_lens if host_lens is None else host_lens).max())
-        if len(seq_lens)
-        else 0,
+        max_seq_len=max(host_seq, default=0),
+        host_spans=list(zip(host_prefix, host_seq, strict=True)),
     )
+
+
+def decode_rows(forward_batch: "ForwardBatch", max_seq_len: int) -> BatchRows:
+    """A decode batch whose shapes depend on its number of requests alone."""
+    seq_lens = forward_batch.seq_lens.long()
+    return BatchRows(
+        req_pool_indices=forward_batch.req_pool_indices.long(),
+        prefix_lens=seq_lens - 1,
+        seq_lens=seq_lens,
+        positions=forward_batch.positions.long(),
+        out_cache_loc=forward_batch.out_cache_loc.long(),
+        row_of_token=torch.arange(len(seq_lens), device=seq_lens.device),
+        max_seq_len=max_seq_len,
+        host_spans=None,
+    )
+
+
+def _host_lengths(host: torch.Tensor | list[int] | None, device: torch.Tensor) -> list[int]:
+    """Lengths as numbers: the host's copy, or the device's where SGLang keeps none."""
+    lengths = device if host is None else host
+    return lengths.tolist() if isinstance(lengths, torch.Tensor) else list(lengths)
 
 
 def create_backend(runner: "ModelRunner") -> Dsv4AttentionBackend:
     """Factory for SGLang's registry; the model's KV norms take the factor of the record format."""
     backend = Dsv4AttentionBackend(runner)
     runner.model.set_record_scales(kv_format_of(runner.token_to_kv_pool.dtype))
+    if runner.device != "cpu":
+        warm_up_kernels(runner, backend.ops)
     return backend
 
 

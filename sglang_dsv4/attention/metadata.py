@@ -3,8 +3,12 @@
 Everything is derived once a forward pass, for all layers, from SGLang's batch. The request-to-token
 table gives the full-pool slot of each position, the allocator's mapping gives its window slot, and
 ``slot // ratio`` its compressed entry, since pages of 256 tokens are contiguous in every pool.
+
+No value is read back from the device: counts that shapes depend on come from the host's copy of the
+lengths, and a decode batch without one (a CUDA graph) gets shapes that depend on its size alone.
 """
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
@@ -25,9 +29,11 @@ class BatchRows:
         prefix_lens: int64 [R], tokens of each request that were computed before this pass.
         seq_lens: int64 [R], tokens of each request after this pass.
         positions: int64 [T], position of each token in its request.
-        out_cache_loc: int64 [T], full-pool slot of each token.
+        out_cache_loc: int64 [T], full-pool slot of each token; one of page 0 marks padding.
         row_of_token: int64 [T], request (0..R-1) of each token.
-        max_seq_len: the largest of ``seq_lens``, known to the host.
+        max_seq_len: no request is longer; known to the host.
+        host_spans: (prefix length, sequence length) of each request on the host; None for a
+            decode batch whose shapes must not depend on its lengths.
     """
 
     req_pool_indices: torch.Tensor
@@ -37,21 +43,36 @@ class BatchRows:
     out_cache_loc: torch.Tensor
     row_of_token: torch.Tensor
     max_seq_len: int
+    host_spans: Sequence[tuple[int, int]] | None
+
+
+@dataclass(frozen=True)
+class EntryLists:
+    """Compressed entries that each token attends to.
+
+    Attributes:
+        slots: int64 [T, K], slots of the compressed pool.
+        lengths: int32 [T], leading places of each row that count; the others hold anything.
+    """
+
+    slots: torch.Tensor
+    lengths: torch.Tensor
 
 
 @dataclass(frozen=True)
 class AttentionMetadata:
-    """Slots of one forward pass; -1 marks an unused place in every list.
+    """Slots of one forward pass; -1 marks an unused place where no length says so.
 
     Attributes:
         positions: int64 [T].
         window_out: int64 [T], window-pool slot that each token's record goes to.
         window_slots: int64 [T, sliding_window], window-pool slots that each token attends to.
-        row_of_token: int64 [T], row of ``c4_slots`` / ``c128_slots`` that belongs to each token.
-        c4_slots: int64 [R, L4], slot of each request's ratio-4 entries, entry 0 first.
-        c4_visible: int64 [T], entries of ratio 4 that each token may see, ``(t + 1) // 4``.
-        c128_slots: int64 [R, L128], the same of ratio 128.
-        c128_visible: int64 [T].
+        row_of_token: int64 [T], row of ``pages`` that belongs to each token.
+        pages: int32 [R, P], page (256 tokens of the full pool) of each request's tokens; in pools
+            of ratio r the page holds 256 / r entries. Beyond the request's end it is anything.
+        c4_visible: int32 [T], entries of ratio 4 that each token may see, ``(t + 1) // 4``.
+        c128_visible: int32 [T], the same of ratio 128.
+        page_size: tokens a page.
         plan_c4, plan_c128: which windows close in this pass and what they are made of.
     """
 
@@ -59,19 +80,28 @@ class AttentionMetadata:
     window_out: torch.Tensor
     window_slots: torch.Tensor
     row_of_token: torch.Tensor
-    c4_slots: torch.Tensor
+    pages: torch.Tensor
     c4_visible: torch.Tensor
-    c128_slots: torch.Tensor
     c128_visible: torch.Tensor
+    page_size: int
     plan_c4: CompressPlan
     plan_c128: CompressPlan
 
     @cached_property
-    def c128_token_slots(self) -> torch.Tensor:
-        """Every visible ratio-128 entry of each token: int64 [T, L128], -1 beyond the visible."""
-        slots = self.c128_slots[self.row_of_token]
-        entry = torch.arange(slots.shape[1], device=slots.device)
-        return slots.masked_fill(entry >= self.c128_visible[:, None], -1)
+    def hca_entries(self) -> EntryLists:
+        """Every ratio-128 entry of each token's request, the visible ones first."""
+        per_page = self.page_size // 128
+        entry = torch.arange(per_page, device=self.pages.device)
+        slots = (self.pages.long() * per_page).unsqueeze(-1) + entry
+        return EntryLists(slots.flatten(1)[self.row_of_token], self.c128_visible)
+
+    def csa_lengths(self, topk: int) -> torch.Tensor:
+        """Entries that the indexer selects for each token: int32 [T]."""
+        return self._csa_lengths.setdefault(topk, self.c4_visible.clamp(max=topk))
+
+    @cached_property
+    def _csa_lengths(self) -> dict[int, torch.Tensor]:
+        return {}
 
 
 def build_metadata(
@@ -98,20 +128,29 @@ def build_metadata(
     back = torch.arange(sliding_window - 1, -1, -1, device=row.device)
     seen = batch.positions[:, None] - back
     window_slots = _window_slot(request[:, None], seen, req_to_token, full_to_window)
+    live = batch.out_cache_loc >= page_size
     c4_state = _WindowState(request, batch.positions, req_to_token, full_to_window, page_size)
     c128_state = _RequestState(request, batch.positions, c128_ring)
+    window_out = full_to_window[batch.out_cache_loc].long()
     return AttentionMetadata(
         positions=batch.positions,
-        window_out=full_to_window[batch.out_cache_loc].long(),
+        window_out=window_out.masked_fill(~live, -1),
         window_slots=window_slots,
         row_of_token=row,
-        c4_slots=_entry_slots(batch, req_to_token, 4),
-        c4_visible=(batch.positions + 1) // 4,
-        c128_slots=_entry_slots(batch, req_to_token, 128),
-        c128_visible=(batch.positions + 1) // 128,
-        plan_c4=_plan(batch, 4, 8, c4_state, _keeps_c4_state(batch, page_size)),
-        plan_c128=_plan(batch, 128, 128, c128_state, _within_last(batch, c128_ring)),
+        pages=_pages(batch, req_to_token, page_size),
+        c4_visible=((batch.positions + 1) // 4).int(),
+        c128_visible=((batch.positions + 1) // 128).int(),
+        page_size=page_size,
+        plan_c4=_plan(batch, 4, 8, c4_state, live & _keeps_c4_state(batch, page_size), live),
+        plan_c128=_plan(batch, 128, 128, c128_state, live & _within_last(batch, c128_ring), live),
     )
+
+
+def _pages(batch: BatchRows, req_to_token: torch.Tensor, page_size: int) -> torch.Tensor:
+    """Page of each 256 tokens of each request, int32 [R, at least 1]."""
+    count = max(1, -(-batch.max_seq_len // page_size))
+    firsts = req_to_token[:, ::page_size][batch.req_pool_indices, :count]
+    return (firsts // page_size).int()
 
 
 def _window_slot(
@@ -123,13 +162,6 @@ def _window_slot(
     """Window-pool slot of a position of a request; -1 for a negative position."""
     full = req_to_token[request, position.clamp(min=0)].long()
     return full_to_window[full].long().masked_fill(position < 0, -1)
-
-
-def _entry_slots(batch: BatchRows, req_to_token: torch.Tensor, ratio: int) -> torch.Tensor:
-    """Compressed slots of each request, [R, at least 1], -1 beyond the request's entries."""
-    entry = torch.arange(max(1, batch.max_seq_len // ratio), device=batch.seq_lens.device)
-    full = req_to_token[batch.req_pool_indices[:, None], entry * ratio].long()
-    return (full // ratio).masked_fill(entry >= (batch.seq_lens // ratio)[:, None], -1)
 
 
 class _WindowState:
@@ -188,20 +220,39 @@ def _plan(
     width: int,
     state: _WindowState | _RequestState,
     kept: torch.Tensor,
+    live: torch.Tensor,
 ) -> CompressPlan:
     """The windows of ``ratio`` tokens that close in this pass, of ``width`` candidates each."""
     tokens = len(batch.positions)
-    closing = torch.nonzero(batch.positions % ratio == ratio - 1).flatten()
+    if batch.host_spans is None:
+        closing = torch.arange(tokens, device=kept.device)
+        closes = live & (batch.positions % ratio == ratio - 1)
+    else:
+        closing = _closing_tokens(batch, batch.host_spans, ratio)
+        closes = live[closing]
     back = torch.arange(width - 1, -1, -1, device=closing.device)
     position = batch.positions[closing][:, None] - back
     fresh = position >= batch.prefix_lens[batch.row_of_token[closing]][:, None]
     source = torch.where(fresh, closing[:, None] - back, state.rows(closing, position) + tokens)
-    write_rows = torch.nonzero(kept).flatten()
     return CompressPlan(
         ratio=ratio,
-        source=source.masked_fill(position < 0, -1),
-        positions=batch.positions[closing] - (ratio - 1),
-        slots=batch.out_cache_loc[closing] // ratio,
-        write_rows=write_rows,
-        write_locs=state.of_tokens[write_rows],
+        source=source.masked_fill((position < 0) | ~closes[:, None], -1),
+        positions=(batch.positions[closing] - (ratio - 1)).clamp(min=0),
+        slots=(batch.out_cache_loc[closing] // ratio).masked_fill(~closes, -1),
+        write_rows=torch.arange(tokens, device=kept.device),
+        write_locs=state.of_tokens.masked_fill(~kept, -1),
     )
+
+
+def _closing_tokens(batch: BatchRows, spans: Sequence[tuple[int, int]], ratio: int) -> torch.Tensor:
+    """Tokens of this pass that are the last of a window, int64 [W], in ascending order."""
+    device = batch.positions.device
+    closed_before = batch.prefix_lens // ratio
+    count = batch.seq_lens // ratio - closed_before
+    total = sum(seq // ratio - prefix // ratio for prefix, seq in spans)
+    row = torch.repeat_interleave(torch.arange(len(spans), device=device), count, output_size=total)
+    # Request r's windows stand from cumsum(count) - count on, its tokens likewise.
+    nth = torch.arange(total, device=device) - (count.cumsum(0) - count)[row]
+    length = batch.seq_lens - batch.prefix_lens
+    last = (closed_before[row] + nth + 1) * ratio - 1
+    return (length.cumsum(0) - length)[row] + last - batch.prefix_lens[row]

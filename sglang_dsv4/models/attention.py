@@ -7,6 +7,7 @@ from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend
+from sglang_dsv4.attention.metadata import EntryLists
 from sglang_dsv4.cache.kv_layout import KVFormat
 from sglang_dsv4.cache.outer_scale import outer_scale
 from sglang_dsv4.config import LayerKind, ModelDims
@@ -88,7 +89,7 @@ class Attention(nn.Module):
         out = backend.attend(
             self.layer_id,
             q,
-            self._compressed_slots(hidden, q_residual, rope_table, backend),
+            self._entries(hidden, q_residual, rope_table, backend),
             self.sinks,
             self.softmax_scale / self.record_scale,
             1.0 / self.record_scale,
@@ -98,14 +99,14 @@ class Attention(nn.Module):
         out = backend.ops.inverse_rope(out, positions, rope_table)
         return self.o_b_proj(self.o_a_proj(out.flatten(1).unflatten(1, (self.groups, -1))))[0]
 
-    def _compressed_slots(
+    def _entries(
         self,
         hidden: torch.Tensor,
         q_residual: torch.Tensor,
         rope_table: torch.Tensor,
         backend: Dsv4AttentionBackend,
-    ) -> torch.Tensor | None:
-        """Write this pass's compressed entries; slots that each token attends to, or None (SWA)."""
+    ) -> EntryLists | None:
+        """Write this pass's compressed entries; those that each token attends to, None for SWA."""
         if self.compressor is None:
             return None
         kv, gate = self.compressor.kv_gate(hidden)
@@ -121,5 +122,5 @@ class Attention(nn.Module):
         )
         indexer = self.compressor.indexer
         if indexer is None:
-            return backend.forward_metadata.c128_token_slots
+            return backend.forward_metadata.hca_entries
         return indexer(self.layer_id, hidden, q_residual, rope_table, backend)

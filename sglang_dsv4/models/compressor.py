@@ -6,6 +6,7 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from torch import nn
 
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend
+from sglang_dsv4.attention.metadata import EntryLists
 from sglang_dsv4.config import ModelDims
 from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
 
@@ -86,8 +87,8 @@ class Indexer(Compressor):
         q_residual: torch.Tensor,
         rope_table: torch.Tensor,
         backend: Dsv4AttentionBackend,
-    ) -> torch.Tensor:
-        """Slots of the chosen entries, int64 [T, topk]; the keys of this pass are written first."""
+    ) -> EntryLists:
+        """The chosen entries of each token; the keys of this pass are written first."""
         kv, gate = self.kv_gate(hidden)
         backend.compress_indexer_keys(
             layer_id, kv, gate, self.position_bias, self.kv_norm.weight, self.eps, rope_table

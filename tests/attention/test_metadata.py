@@ -1,6 +1,6 @@
 """The slot lists against a slow per-token construction over a made-up paged allocation."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import pytest
 import torch
@@ -46,6 +46,7 @@ def make_batch(world: World, parts: list[tuple[int, int, int]]) -> BatchRows:
         out_cache_loc=world.req_to_token[request[row], positions].long(),
         row_of_token=row,
         max_seq_len=max(after for _, _, after in parts),
+        host_spans=[(before, after) for _, before, after in parts],
     )
 
 
@@ -97,11 +98,9 @@ def test_slot_lists(parts):
             assert meta.c4_visible[token] == (position + 1) // 4
             assert meta.c128_visible[token] == (position + 1) // 128
             token += 1
-        for ratio, slots in ((4, meta.c4_slots[row]), (128, meta.c128_slots[row])):
-            entries = [
-                int(world.req_to_token[request, w * ratio]) // ratio for w in range(after // ratio)
-            ]
-            assert slots.tolist() == entries + [-1] * (len(slots) - len(entries))
+        used = -(-after // PAGE)
+        firsts = world.req_to_token[request, :after:PAGE]
+        assert meta.pages[row, :used].tolist() == (firsts // PAGE).tolist()
     assert token == len(batch.positions)
 
 
@@ -109,10 +108,21 @@ def test_slot_lists(parts):
 def test_hca_tokens_see_whole_windows_only(parts):
     world = make_world(rows=4, context=768)
     batch = make_batch(world, parts)
+    entries = build(world, batch).hca_entries
+    assert entries.lengths.dtype is torch.int32
+    for token, (slots, length) in enumerate(zip(entries.slots, entries.lengths, strict=True)):
+        request = int(batch.req_pool_indices[batch.row_of_token[token]])
+        assert length == (int(batch.positions[token]) + 1) // 128
+        firsts = [int(world.req_to_token[request, 128 * w]) for w in range(int(length))]
+        assert slots[: int(length)].tolist() == [full // 128 for full in firsts]
+
+
+@pytest.mark.parametrize("topk", [1, 64, 512])
+def test_csa_lengths(topk):
+    world = make_world(rows=4, context=768)
+    batch = make_batch(world, [(0, 0, 513)])
     meta = build(world, batch)
-    for token, slots in enumerate(meta.c128_token_slots.tolist()):
-        position = int(batch.positions[token])
-        assert sum(slot >= 0 for slot in slots) == (position + 1) // 128
+    assert meta.csa_lengths(topk).tolist() == [min((p + 1) // 4, topk) for p in range(513)]
 
 
 @pytest.mark.parametrize("ratio", [4, 128])
@@ -156,9 +166,12 @@ def test_state_that_later_windows_need_is_kept(parts, ratio):
     batch = make_batch(world, parts)
     meta = build(world, batch)
     plan = meta.plan_c4 if ratio == 4 else meta.plan_c128
-    locs = plan.write_locs.tolist()
-    assert len(set(locs)) == len(locs)
-    written = dict(zip(plan.write_rows.tolist(), locs, strict=True))
+    written = {
+        row: loc
+        for row, loc in zip(plan.write_rows.tolist(), plan.write_locs.tolist(), strict=True)
+        if loc >= 0
+    }
+    assert len(set(written.values())) == len(written)
     width = 8 if ratio == 4 else 128
     token = 0
     for request, before, after in parts:
@@ -173,10 +186,39 @@ def test_state_that_later_windows_need_is_kept(parts, ratio):
             token += 1
 
 
+def in_graph(batch: BatchRows, context: int) -> BatchRows:
+    return replace(batch, host_spans=None, max_seq_len=context)
+
+
+@pytest.mark.parametrize("length", [4, 5, 127, 128, 256, 512])
+def test_a_graph_sees_what_an_eager_decode_sees(length):
+    """Shapes that depend on the batch size alone, and padding rows that touch nothing."""
+    world = make_world(rows=4, context=768)
+    parts = [(2, length - 1, length), (0, 3, 4), (1, 300, 301), (0, 0, 1)]
+    batch = make_batch(world, parts)
+    # As SGLang pads a bucket: slot 0, row 0, position 0, length 1.
+    batch.out_cache_loc[3] = 0
+    eager = build(world, make_batch(world, parts[:3]))
+    meta = build(world, in_graph(batch, 768))
+    assert meta.pages.shape == (4, 3)
+    assert meta.window_out.tolist() == [*eager.window_out.tolist(), -1]
+    assert torch.equal(meta.window_slots[:3], eager.window_slots)
+    for plan, wanted in ((meta.plan_c4, eager.plan_c4), (meta.plan_c128, eager.plan_c128)):
+        assert plan.source.shape[0] == len(parts)
+        closed = plan.slots >= 0
+        assert plan.slots[closed].tolist() == wanted.slots.tolist()
+        assert plan.positions[closed].tolist() == wanted.positions.tolist()
+        # Rows of the state are numbered from the batch's end on, which has a padding row more.
+        source = plan.source[closed]
+        assert torch.equal(torch.where(source > 3, source - 1, source), wanted.source)
+        assert plan.source[~closed].eq(-1).all()
+        assert plan.write_locs.tolist() == [*wanted.write_locs.tolist(), -1]
+
+
 def test_no_tokens():
     world = make_world(rows=1, context=256)
     empty = torch.zeros(0, dtype=torch.int64)
-    meta = build(world, BatchRows(empty, empty, empty, empty, empty, empty, 0))
+    meta = build(world, BatchRows(empty, empty, empty, empty, empty, empty, 0, []))
     assert meta.window_slots.shape == (0, WINDOW)
     assert meta.plan_c4.source.shape == (0, 8)
     assert meta.plan_c128.source.shape == (0, 128)

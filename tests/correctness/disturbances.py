@@ -11,7 +11,7 @@ from torch import Tensor
 
 from sglang_dsv4.attention import backend as backend_module
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend
-from sglang_dsv4.attention.metadata import AttentionMetadata
+from sglang_dsv4.attention.metadata import AttentionMetadata, EntryLists
 from sglang_dsv4.kernels.reference.rope import build_rope_table
 from sglang_dsv4.kernels.reference.router import route_topk
 from sglang_dsv4.models import moe
@@ -51,9 +51,10 @@ def set_metadata(patch: Patch, change: Callable[[AttentionMetadata], AttentionMe
 def hide_compressed(runner: Runner, patch: Patch, layer_ids: tuple[int, ...]) -> None:
     attend = Dsv4AttentionBackend.attend
 
-    def blind(self, layer_id: int, q: Tensor, slots: Tensor, *args: Any) -> Tensor:
-        hidden = torch.full_like(slots, -1) if layer_id in layer_ids else slots
-        return attend(self, layer_id, q, hidden, *args)
+    def blind(self, layer_id: int, q: Tensor, entries: EntryLists, *args: Any) -> Tensor:
+        if layer_id in layer_ids:
+            entries = replace(entries, lengths=torch.zeros_like(entries.lengths))
+        return attend(self, layer_id, q, entries, *args)
 
     patch.setattr(Dsv4AttentionBackend, "attend", blind)
 
@@ -61,13 +62,16 @@ def hide_compressed(runner: Runner, patch: Patch, layer_ids: tuple[int, ...]) ->
 def select_recent(runner: Runner, patch: Patch, chosen_layer: int) -> None:
     select = Dsv4AttentionBackend.select
 
-    def recent(self, layer_id: int, q: Tensor, weights: Tensor, topk: int, table: Tensor) -> Tensor:
+    def recent(
+        self, layer_id: int, q: Tensor, weights: Tensor, topk: int, table: Tensor
+    ) -> EntryLists:
         if layer_id != chosen_layer:
             return select(self, layer_id, q, weights, topk, table)
         meta = self.forward_metadata
-        entry = meta.c4_visible[:, None] - 1 - torch.arange(topk)
-        slots = meta.c4_slots[meta.row_of_token[:, None], entry.clamp(min=0)]
-        return slots.masked_fill(entry < 0, -1)
+        per_page = meta.page_size // 4
+        entry = (meta.c4_visible[:, None] - 1 - torch.arange(topk)).clamp(min=0)
+        pages = meta.pages.long()[meta.row_of_token[:, None], entry // per_page]
+        return EntryLists(pages * per_page + entry % per_page, meta.csa_lengths(topk))
 
     patch.setattr(Dsv4AttentionBackend, "select", recent)
 
@@ -179,7 +183,7 @@ def window_of_127(runner: Runner, patch: Patch) -> None:
 
 @disturbance
 def entries_visible_one_token_late(runner: Runner, patch: Patch) -> None:
-    set_metadata(patch, lambda meta: replace(meta, c4_visible=meta.positions // 4))
+    set_metadata(patch, lambda meta: replace(meta, c4_visible=(meta.positions // 4).int()))
 
 
 @disturbance

@@ -27,6 +27,8 @@ from sglang_dsv4.kernels.reference.indexer_key import (
 from sglang_dsv4.kernels.reference.indexer_query import indexer_query
 from sglang_dsv4.kernels.reference.rope import YarnParams, build_rope_table
 
+# Page numbers of a table's unused end: never looked at.
+GARBAGE_PAGES = (-1, -(2**31), 2**31 - 1, 10**6, -2)
 LAYOUT = IndexerLayout(KVFormat.NVFP4, 64)
 TABLE = build_rope_table(4096, 160000.0, yarn=YarnParams(16, 65536))
 
@@ -116,78 +118,97 @@ def test_select_ties_nan_and_infinities():
         assert torch.equal(select_topk(logits, visible, topk), expected_topk(logits, visible, topk))
 
 
-def batch(lengths, entries, tokens_each):
-    """Requests of `lengths` entries scattered over a pool, `tokens_each` tokens in each."""
-    num_requests, longest = len(lengths), max(*lengths, 1)
-    pool = cases.garbage_pool(LAYOUT, num_pages=-(-entries // 64))
-    order = torch.randperm(entries)
-    key_slots = torch.full((num_requests, longest), -1)
-    for row, length in enumerate(lengths):
-        key_slots[row, :length] = order[sum(lengths[:row]) :][:length]
-    used = key_slots[key_slots >= 0]
-    write_indexer_keys(torch.randn(len(used), 128), used, pool, LAYOUT)
-    row_of_token = torch.arange(num_requests).repeat_interleave(torch.tensor(tokens_each))
-    visible = (torch.rand(len(row_of_token)) * (torch.tensor(lengths)[row_of_token] + 1)).long()
+def batch(lengths, tokens_each, visible=None):
+    """Requests of `lengths` entries on shuffled pages, `tokens_each` tokens in each.
+
+    Pages beyond a request's entries are numbers that name no page.
+    """
+    pages_each = [-(-length // 64) for length in lengths]
+    pool = cases.garbage_pool(LAYOUT, num_pages=sum(pages_each) + 3)
+    order = torch.randperm(len(pool))
+    garbage = torch.tensor(GARBAGE_PAGES)[torch.randint(len(GARBAGE_PAGES), (len(lengths), 5))]
+    key_pages = garbage[:, : max(*pages_each, 1) + 1].int()
+    for row, count in enumerate(pages_each):
+        key_pages[row, :count] = order[sum(pages_each[:row]) :][:count]
+        entry = torch.arange(lengths[row])
+        slots = key_pages[row].long()[entry // 64] * 64 + entry % 64
+        write_indexer_keys(torch.randn(lengths[row], 128), slots, pool, LAYOUT)
+    row_of_token = torch.arange(len(lengths)).repeat_interleave(torch.tensor(tokens_each))
+    if visible is None:
+        visible = (torch.rand(len(row_of_token)) * (torch.tensor(lengths)[row_of_token] + 1)).long()
     q = cases.round_fp4(torch.randn(len(row_of_token), 4, 128)).bfloat16()
-    return q, torch.randn(len(q), 4), pool, LAYOUT, key_slots, row_of_token, visible
+    return q, torch.randn(len(q), 4), pool, LAYOUT, key_pages, row_of_token, visible
 
 
-def brute_force(q, weights, pool, layout, key_slots, row_of_token, visible, topk):
-    logits, masks = [], []
+def brute_force(q, weights, pool, layout, key_pages, row_of_token, visible, topk):
+    """One token at a time, one slot list each, in double precision."""
+    selected = torch.full((len(q), topk), -1)
     for token in range(len(q)):
-        slots = key_slots[row_of_token[token]]
-        keys = read_indexer_keys(pool, slots, layout)
-        scores = (keys.double() @ q[token].double().mT).relu() @ weights[token].double()
-        logits.append(scores)
-        masks.append((torch.arange(len(slots)) < visible[token]) & (slots >= 0))
-    return expected_topk(torch.stack(logits), torch.stack(masks), topk)
+        pages, seen = key_pages[row_of_token[token]].tolist(), int(visible[token])
+        slots = torch.tensor([pages[e // 64] * 64 + e % 64 for e in range(seen)], dtype=torch.int64)
+        keys = read_indexer_keys(pool, slots, layout).double()
+        scores = (keys @ q[token].double().mT).relu() @ weights[token].double()
+        entries = expected_topk(scores[None], torch.ones(1, seen, dtype=torch.bool), topk)[0]
+        selected[token] = torch.where(
+            entries < 0, -1, torch.cat([slots, slots.new_zeros(1)])[entries]
+        )
+    return selected
 
 
 @pytest.mark.parametrize(
     ("lengths", "tokens_each"),
     [
-        ([100], [60]),
-        ([0, 1, 7, 8, 9, 100], [1, 1, 1, 1, 1, 1]),
-        ([90, 0, 30, 8], [40, 2, 5, 1]),
-        ([5, 6], [9, 1]),
+        ([200], [60]),
+        ([0, 1, 7, 8, 9, 130], [1, 1, 1, 1, 1, 1]),
+        ([90, 0, 64, 8], [40, 2, 5, 1]),
+        ([65, 6], [9, 1]),
     ],
 )
 @pytest.mark.parametrize("max_scores", [indexer.MAX_SCORES, 1 << 11])
 def test_topk_of_batches(lengths, tokens_each, max_scores, monkeypatch):
     monkeypatch.setattr(indexer, "MAX_SCORES", max_scores)
-    args = batch(lengths, 300, tokens_each)
+    args = batch(lengths, tokens_each)
     shuffle = torch.randperm(len(args[0]))
-    q, weights, pool, layout, key_slots, row_of_token, visible = args
+    q, weights, pool, layout, key_pages, row_of_token, visible = args
     args = (
         cases.strided(q[shuffle]),
         weights[shuffle],
         pool,
         layout,
-        key_slots,
+        key_pages,
         row_of_token[shuffle],
         visible[shuffle],
     )
     assert torch.equal(indexer_topk(*args, topk=8), brute_force(*args, topk=8))
 
 
-def test_unused_slots_inside_the_visible_range_are_never_chosen():
-    args = batch([50, 50], 128, [6, 1])
-    args[4][:, 10:30] = -1
-    args[6][:] = 50
-    chosen = indexer_topk(*args, topk=16)
-    assert torch.equal(chosen, brute_force(*args, topk=16))
-    assert not ((chosen >= 10) & (chosen < 30)).any()
+@pytest.mark.parametrize("tokens_each", [1, 6])
+@pytest.mark.parametrize("length", [1, 3, 4, 5, 63, 64, 65, 127, 128, 129])
+def test_every_visible_count_around_topk_and_pages(length, tokens_each):
+    for seen in {0, 1, 8, 9, 63, 64, 65, length}:
+        if seen <= length:
+            args = batch([length], [tokens_each], torch.full((tokens_each,), seen))
+            assert torch.equal(indexer_topk(*args, topk=8), brute_force(*args, topk=8)), seen
+
+
+def test_all_visible_entries_are_returned_without_scoring():
+    args = list(batch([20], [5], torch.full((5,), 20)))
+    args[0] = args[0] * math.nan
+    expected = args[4][0, 0] * 64 + torch.cat([torch.arange(20), torch.full((4,), -1)])
+    expected[20:] = -1
+    assert torch.equal(indexer_topk(*args, topk=24), expected.expand(5, 24))
 
 
 def test_no_tokens_and_no_entries():
-    args = batch([0, 0], 64, [5, 1])
+    args = batch([0, 0], [5, 1])
     assert torch.equal(indexer_topk(*args, topk=4), torch.full((6, 4), -1))
-    q, weights, pool, layout, key_slots, rows, visible = args
-    none = indexer_topk(q[:0], weights[:0], pool, layout, key_slots, rows[:0], visible[:0], 4)
+    q, weights, pool, layout, key_pages, rows, visible = args
+    none = indexer_topk(q[:0], weights[:0], pool, layout, key_pages, rows[:0], visible[:0], 4)
     assert none.shape == (0, 4)
 
 
-def test_visible_beyond_the_list_is_clamped():
-    args = batch([20], 64, [5])
-    args[6][:] = 1000
-    assert torch.equal(indexer_topk(*args, topk=4), brute_force(*args, topk=4))
+def test_visible_beyond_the_pages_is_clamped():
+    args = list(batch([64], [5]))
+    args[4], args[6] = args[4][:, :1], torch.full((5,), 1000)
+    expected = brute_force(*args[:6], args[6].clamp(max=64), topk=4)
+    assert torch.equal(indexer_topk(*args, topk=4), expected)

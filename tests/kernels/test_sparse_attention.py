@@ -42,6 +42,7 @@ class Case:
     comp_pool: torch.Tensor | None
     comp_layout: RecordLayout | None
     sinks: torch.Tensor
+    comp_lengths: torch.Tensor | None = None
 
     def run(self, out_scale=1.0):
         return sparse_attention(
@@ -55,6 +56,7 @@ class Case:
             self.sinks,
             SCALE,
             out_scale,
+            self.comp_lengths,
         )
 
     def exact(self):
@@ -65,8 +67,8 @@ class Case:
         for t in range(num_tokens):
             records = torch.cat(
                 [
-                    read_records(pool, slots[t][used(slots[t], pool, layout)], layout).double()
-                    for slots, pool, layout in self.lists()
+                    read_records(pool, slots[used(slots, pool, layout)], layout).double()
+                    for slots, pool, layout in self.lists(t)
                 ]
             )
             if len(records):
@@ -79,10 +81,13 @@ class Case:
                 out[t] = weights @ records
         return out, lse
 
-    def lists(self):
-        lists = [(self.window, self.window_pool, self.window_layout)]
+    def lists(self, t):
+        lists = [(self.window[t], self.window_pool, self.window_layout)]
         if self.comp is not None:
-            lists.append((self.comp, self.comp_pool, self.comp_layout))
+            length = self.comp.shape[1]
+            if self.comp_lengths is not None:
+                length = max(0, int(self.comp_lengths[t]))
+            lists.append((self.comp[t, :length], self.comp_pool, self.comp_layout))
         return lists
 
 
@@ -235,6 +240,30 @@ def test_zero_lengths(way):
     check(replace(case, comp=case.comp[:, :0]), FLOAT32)
     none = replace(case, q=case.q[:0], window=case.window[:0], comp=case.comp[:0])
     assert none.run()[0].shape == (0, 4, 512)
+
+
+def test_lengths_cut_the_compressed_list(way):
+    case = prefill(30)
+    case.comp_lengths = torch.randint(0, case.comp.shape[1] + 1, (30,), dtype=torch.int32)
+    case.comp_lengths[:4] = torch.tensor([-5, 0, 1, case.comp.shape[1] + 9])
+    # What lies beyond is another request's: slots that exist, of records that are NaN.
+    beyond = torch.arange(case.comp.shape[1]) >= case.comp_lengths[:, None]
+    poison = case.comp_pool.shape[0] * case.comp_layout.page_size - 1
+    write_records(
+        torch.full((1, 512), math.nan), torch.tensor([poison]), case.comp_pool, case.comp_layout
+    )
+    case.comp[beyond] = poison
+    check(case, FLOAT32)
+    cut = replace(case, comp=case.comp.masked_fill(beyond, -1), comp_lengths=None)
+    for got, want in zip(case.run(), cut.run(), strict=True):
+        assert torch.equal(got, want)
+
+
+def test_lengths_without_a_compressed_list_are_ignored(way):
+    case = prefill(5)
+    window = replace(case, comp=None, comp_pool=None, comp_layout=None)
+    cut = replace(window, comp_lengths=torch.tensor([0, 1, 2, 3, 4], dtype=torch.int32))
+    assert torch.equal(cut.run()[0], window.run()[0])
 
 
 def test_a_poisoned_record_reaches_only_the_tokens_that_list_it(way):

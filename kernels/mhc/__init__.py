@@ -1,0 +1,1 @@
+"""Hyper-connections (mHC) on a GPU."""
