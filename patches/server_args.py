@@ -11,9 +11,11 @@ from sglang.srt.arg_groups.model_override_base import (
 )
 from sglang.srt.arg_groups.overrides import declare_resolution
 from sglang.srt.arg_groups.resolution_hooks import register_resolution_hook
+from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_phase
 
 from sglang_dsv4.attention.backend import BACKEND_NAME
 from sglang_dsv4.cache.kv_layout import KVFormat
+from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.model_source import ARCHITECTURE, serves
 from sglang_dsv4.patches.patch import Patch
 
@@ -57,6 +59,27 @@ def load_one_shard_at_a_time(server_args: Any, previous: Callable[[Any], None]) 
         declare_resolution(server_args, "sglang_dsv4", model_loader_extra_config=extra)
 
 
+def run_prefill_eagerly(server_args: Any, previous: Callable[[Any], None]) -> None:
+    """A prefill's shapes follow its lengths, so no CUDA graph is captured for it.
+
+    Raises:
+        UnsupportedError: one was asked for.
+    """
+    previous(server_args)
+    config = resolving_view(server_args).cuda_graph_config
+    if config.prefill.backend == Backend.DISABLED or not serves(
+        model_config_of(server_args).hf_config
+    ):
+        return
+    if (Phase.PREFILL, "backend") in server_args._cuda_graph_config_locked:
+        raise UnsupportedError(
+            f"CUDA graphs for prefill are {config.prefill.backend}, wanted disabled: pass "
+            f"--cuda-graph-backend-prefill disabled, or leave the option out."
+        )
+    eager = with_phase(config, Phase.PREFILL, backend=Backend.DISABLED)
+    declare_resolution(server_args, "sglang_dsv4", cuda_graph_config=eager)
+
+
 def register_overrides() -> None:
     """Register at SGLang's own extension points; the last declaration counts. Idempotent."""
     if attention_backend_override in _MODEL_OVERRIDE_FNS.get(ARCHITECTURE, ()):
@@ -65,6 +88,9 @@ def register_overrides() -> None:
     for step in ("handle_nvfp4_prefill_kv_dequant_dtype", "handle_kv4_compatibility"):
         register_resolution_hook(step)(skip_nvfp4_rules)
     register_resolution_hook("handle_load_format")(load_one_shard_at_a_time)
+    register_resolution_hook("disable_prefill_cuda_graph_for_deepseek_trtllm_mla")(
+        run_prefill_eagerly
+    )
 
 
 PATCHES = (

@@ -4,8 +4,9 @@ import copy
 from typing import Any
 
 import pytest
-from checkpoint.synthetic import FLASH, PRO, hf_native, tiny_config
+from checkpoint.synthetic import hf_native, tiny_config
 
+from sglang_dsv4.bench.published import FLASH, PRO
 from sglang_dsv4.config import LayerKind, flat_config, from_config_dict
 from sglang_dsv4.errors import ConfigError
 from sglang_dsv4.kernels.reference.rope import YarnParams

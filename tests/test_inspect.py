@@ -7,9 +7,10 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from checkpoint.synthetic import FLASH, PRO, TINY, hf_native, write_header_only_model
+from checkpoint.synthetic import TINY, hf_native, write_header_only_model
 
 from sglang_dsv4 import inspect
+from sglang_dsv4.bench.published import FLASH, PRO
 from sglang_dsv4.config import from_config_dict
 from sglang_dsv4.model_source import open_source
 

@@ -3,8 +3,9 @@
 from types import SimpleNamespace
 
 import pytest
-from synthetic import FLASH, PRO, tiny_config
+from synthetic import tiny_config
 
+from sglang_dsv4.bench.published import FLASH, PRO
 from sglang_dsv4.cache.capacity import CacheFormat, Capacity, StockFormat
 from sglang_dsv4.cache.kv_layout import KVFormat
 from sglang_dsv4.config import from_config_dict

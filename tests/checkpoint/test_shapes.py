@@ -4,9 +4,10 @@ from pathlib import Path
 
 import pytest
 import torch
-from synthetic import FLASH, PRO, TINY, write_copy
+from synthetic import TINY, write_copy
 from torch import Tensor
 
+from sglang_dsv4.bench.published import FLASH, PRO
 from sglang_dsv4.checkpoint.quant import module_kinds
 from sglang_dsv4.checkpoint.reader import Checkpoint
 from sglang_dsv4.checkpoint.shapes import (

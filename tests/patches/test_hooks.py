@@ -3,9 +3,10 @@
 from types import SimpleNamespace
 
 import pytest
+from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
-from sglang_dsv4.errors import CheckpointError
+from sglang_dsv4.errors import CheckpointError, UnsupportedError
 from sglang_dsv4.patches import model_runner, registry, scheduler, server_args
 
 STRANGERS = {
@@ -114,3 +115,47 @@ def test_stock_options_of_other_models_are_not_overridden():
     for stranger in STRANGERS.values():
         assert server_args.attention_backend_override(None, stranger) == {}
     assert server_args.attention_backend_override(None, OURS) == {"attention_backend": "dsv4_nvfp4"}
+
+
+class Arguments(SimpleNamespace):
+    """Stands for ServerArgs during resolution."""
+
+    def __init__(self, hf_config: SimpleNamespace, prefill: str, locked: bool) -> None:
+        config = CudaGraphConfig()
+        config.prefill.backend = prefill
+        super().__init__(
+            model_config=SimpleNamespace(hf_config=hf_config),
+            cuda_graph_config=config,
+            _cuda_graph_config_locked={("prefill", "backend")} if locked else set(),
+        )
+
+
+@pytest.fixture
+def declared(monkeypatch: pytest.MonkeyPatch) -> dict:
+    """What hooks declare; views and declarations of the arguments are the arguments themselves."""
+    found: dict = {}
+    monkeypatch.setattr(server_args, "model_config_of", lambda args: args.model_config)
+    monkeypatch.setattr(server_args, "resolving_view", lambda args: args)
+    monkeypatch.setattr(
+        server_args, "declare_resolution", lambda args, source, **fields: found.update(fields)
+    )
+    return found
+
+
+def test_prefill_of_ours_gets_no_cuda_graph(declared):
+    server_args.run_prefill_eagerly(Arguments(OURS, "breakable", False), lambda args: None)
+    assert declared["cuda_graph_config"].prefill.backend == "disabled"
+    assert declared["cuda_graph_config"].decode.backend == CudaGraphConfig().decode.backend
+
+
+def test_a_prefill_graph_that_was_asked_for_is_refused(declared):
+    with pytest.raises(UnsupportedError, match="prefill are breakable, wanted disabled"):
+        server_args.run_prefill_eagerly(Arguments(OURS, "breakable", True), lambda args: None)
+
+
+@pytest.mark.parametrize("stranger", STRANGERS.values(), ids=STRANGERS.keys())
+def test_prefill_graphs_of_others_stay(declared, stranger):
+    calls = []
+    server_args.run_prefill_eagerly(Arguments(stranger, "breakable", True), calls.append)
+    assert len(calls) == 1
+    assert declared == {}
