@@ -6,13 +6,20 @@ but the named PTX instructions also runs on the host (tests/kernels/test_compile
 Rounding. LLVM and ptxas may contract a * b + c to one fma, which is not what the reference does;
 `mul_rn`, `add_rn` and `sub_rn` name their rounding mode, and PTX never contracts those.
 
-e2m1 without a conversion instruction (none on sm_90) and without a division. The reference takes
-the code of q = RN(x / s) by comparing q with the seven midpoints b of e2m1. Here |x| is compared
-with b * s. Both agree for every float32 x and e4m3 s: b * s has at most 3 + 4 significant bits, so
-it is exact. Let it be M * 2^e with 1 <= M < 2. The next float32 above is 2^(e-23) away, so its
-quotient exceeds b by 2^-23 * b / M, more than half an ulp of b, and its rounded quotient stays
-above b. Below b the same holds, as no b * s that must be told from its lower neighbour is a power
-of two (0.75, 1.75 and 3.5 times a 4-bit number never are).
+e2m1 without a conversion instruction (none on sm_90), on exact quotients without a division. The
+reference takes the code of q = RN(x / s). With the reciprocal in two parts, hi < 1 / s and
+lo = 1 / s - hi up to 2^-41 / s, RN(x * hi + x * lo) differs from x / s, before its one rounding, by
+2^-41 of it at most. What must be right is on which side of the seven midpoints b of e2m1 it falls.
+b * s has at most 3 + 4 significant bits, so it is a float32: M * 2^e with 1 <= M < 2. If x is equal
+to it, x / s is b, and so is the rounded sum. The next float32 above is 2^(e-23) away, so its
+quotient exceeds b by 2^-23 * b / M, at least 1.06 times half an ulp of b, and rounds above b. Below
+b the same holds, as no b * s that must be told from its lower neighbour is a power of two (0.75,
+1.75 and 3.5 times a 4-bit number never are).
+
+The code of q is then the low bits of one addition. Let 2^k be the power of two of |q|, but at least
+1: codes are steps of 2^(k-1) there, and 2^(k+22) + |q| has just that ulp, so the addition rounds
+|q| to a whole number m of steps, ties to even, and the code is m + 2 k. Everything is scaled by
+`CODE_SCALE` = 8, which makes the exponent's field 4 * 38 + k.
 """
 
 from collections.abc import Sequence
@@ -20,8 +27,12 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
+from cutlass._mlir import ir
+from cutlass._mlir.dialects import llvm
+from cutlass.cutlass_dsl import dsl_user_op
 
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
+CODE_SCALE = 8.0
 LOG2_E = 1.4426950408889634
 
 
@@ -65,8 +76,8 @@ def float_of(word: Uint32) -> Float32:
     return value
 
 
-def word_of(value: Float32) -> Uint32:
-    """The bits of a float32."""
+def word_of(value: Any) -> Uint32:
+    """The bits of a 32-bit value."""
     word: Any = value.bitcast(Uint32)
     return word
 
@@ -97,21 +108,118 @@ def words_of(pointer: cute.Pointer) -> cute.Pointer:
     return cute.recast_ptr(pointer, dtype=Uint32)
 
 
-def load_words_if(
-    condition: Any, pointer: cute.Pointer, otherwise: Sequence[Uint32]
-) -> tuple[Uint32, Uint32, Uint32, Uint32]:
-    """16 bytes that no one writes during the kernel, or the four words `otherwise`, branch-free.
+def address_of(tensor: cute.Tensor, offset: Any) -> Int64:
+    """Address of element `offset` of a tensor's memory."""
+    start: Any = tensor.iterator.toint()
+    width: Any = tensor.element_type.width
+    return Int64(start) + Int64(offset) * (width // 8)
 
-    The line is not kept in L1: each byte is read once. The pointer is not followed when the
-    condition is false.
-    """
-    return cute.arch.inline_ptx(
-        "{.reg .pred wanted; setp.ne.b32 wanted, {$r1}, 0;"
-        " mov.b32 {$w0}, {$r2}; mov.b32 {$w1}, {$r3}; mov.b32 {$w2}, {$r4}; mov.b32 {$w3}, {$r5};"
-        " @wanted ld.global.nc.L1::no_allocate.v4.b32 {{$w0}, {$w1}, {$w2}, {$w3}}, [{$r0}];}",
-        write_only_types=[Uint32] * 4,
-        read_only_args=[pointer, Int32(condition), *otherwise],
+
+@dsl_user_op
+def _load(
+    kind: Any,
+    count: int,
+    address: Any,
+    hint: str = "",
+    condition: Any = None,
+    otherwise: Sequence[Any] = (),
+    *,
+    loc: ir.Location | None = None,
+    ip: ir.InsertionPoint | None = None,
+) -> list[Any]:
+    """1, 2 or 4 values of 32 or 64 bits at an address, or `otherwise`; see `after_loads`."""
+    letter = "r" if kind.width == 32 else "l"
+    vector = f".v{count}" if count > 1 else ""
+    names = ", ".join(f"${i}" for i in range(count))
+    target = f"{{{names}}}" if count > 1 else names
+    load = f"ld.global{hint}{vector}.b{kind.width} {target}, [${count}];"
+    operands, constraints = [Int64(address)], ["=" + letter] * count + ["l"]
+    if condition is not None:
+        # An operand tied to an output register: the load overwrites it or leaves it.
+        load = (
+            f"{{.reg .pred wanted; setp.ne.b32 wanted, ${count + 1}, 0; @wanted {load}}}"
+        )
+        operands += [Int32(condition), *otherwise]
+        constraints += ["r", *[str(i) for i in range(count)]]
+    single = kind.mlir_type
+    found = llvm.inline_asm(
+        single if count == 1 else llvm.StructType.get_literal([single] * count),
+        [operand.ir_value(loc=loc, ip=ip) for operand in operands],
+        load,
+        ",".join(constraints),
+        has_side_effects=True,
+        is_align_stack=False,
+        asm_dialect=llvm.AsmDialect.AD_ATT,
+        loc=loc,
+        ip=ip,
     )
+    if count == 1:
+        return [kind(found)]
+    return [kind(llvm.extractvalue(single, found, [i], loc=loc, ip=ip)) for i in range(count)]
+
+
+def load_words_if(
+    condition: Any, address: Any, otherwise: Sequence[Uint32], reused: bool = False
+) -> list[Uint32]:
+    """One, two or four words at an address, or the words `otherwise`, branch-free.
+
+    The address is not followed when the condition is false. Without `reused` the line is not kept
+    in L1. See `after_loads`.
+    """
+    hint = "" if reused else ".L1::no_allocate"
+    return _load(Uint32, len(otherwise), address, hint, condition, otherwise)
+
+
+def load_words(address: Int64, count: int) -> list[Uint32]:
+    """`count` words (1, 2, or a multiple of 4) at an address, as `load_words_if` with `reused`."""
+    words: list[Uint32] = []
+    for start in range(0, count, 4):
+        words += _load(Uint32, min(4, count - start), address + 4 * start)
+    return words
+
+
+def load_integers(address: Int64, count: int) -> list[Int64]:
+    """One int64, or an even number of them 16 bytes aligned, loaded as `load_words` does."""
+    values: list[Int64] = []
+    for start in range(0, count, 2):
+        values += _load(Int64, min(2, count - start), address + 8 * start)
+    return values
+
+
+def hidden_zero(eps: Float32) -> Uint32:
+    """The sign bit of a kernel argument that is not negative: 0, which no compiler knows."""
+    return word_of(eps) >> 31
+
+
+def after_loads(value: Any, loaded: Sequence[Any], zero: Uint32) -> Any:
+    """`value` itself (32 or 64 bits), so computed that it depends on all the values `loaded`.
+
+    The assembler moves a load down to its first use, past branches and exchanges that wait for
+    other loads, which turns independent loads into a chain. What waits for one load is therefore
+    made to wait for the others as well, at one instruction each: they are all in flight together.
+
+    zero: `hidden_zero` of an argument of the kernel.
+    """
+    bits = Uint32(0)
+    for other in loaded:
+        bits = bits | ((Uint32(other) if other.width == 64 else word_of(other)) & zero)
+    if isinstance(value, Float32):
+        return float_of(word_of(value) | bits)
+    return value | type(value)(bits)
+
+
+def load_values(tensor: cute.Tensor, offset: Any, count: int) -> list[Uint32]:
+    """The words of `count` values from element `offset` on, as `load_words` loads them."""
+    width: Any = tensor.element_type.width
+    return load_words(address_of(tensor, offset), count * width // 32)
+
+
+def floats_in(words: Sequence[Uint32], dtype: Any) -> list[Float32]:
+    """The values that words of a floating-point type hold, in order."""
+    if dtype is Float32:
+        return [float_of(word) for word in words]
+    unpack = bf16_values if dtype is cutlass.BFloat16 else f16_values
+    return [value for word in words for value in unpack(word)]
 
 
 def store_to_block(pointer: cute.Pointer, rank: Int32, value: Float32) -> None:
@@ -126,6 +234,26 @@ def store_to_block(pointer: cute.Pointer, rank: Int32, value: Float32) -> None:
 def bf16_values(word: Uint32) -> tuple[Float32, Float32]:
     """The two bf16 values of a word, the low half first."""
     return (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)
+
+
+def f16_values(word: Uint32) -> tuple[Float32, Float32]:
+    """The two f16 values of a word, the low half first."""
+    return cute.arch.inline_ptx(
+        "{.reg .b16 low, high; mov.b32 {low, high}, {$r0};"
+        " cvt.f32.f16 {$w0}, low; cvt.f32.f16 {$w1}, high;}",
+        write_only_types=[Float32] * 2,
+        read_only_args=[word],
+    )
+
+
+def has_bit(mask: Uint32, number: int) -> Any:
+    """Whether a bit of a word is set."""
+    return (mask & Uint32(1 << number)) != Uint32(0)
+
+
+def lowest_bit(mask: Any) -> Int32:
+    """Number of the lowest bit set in a word that is not 0."""
+    return cute.arch.popc((mask & -mask) - 1)
 
 
 def mul_rn(a: Float32, b: Float32) -> Float32:
@@ -174,14 +302,20 @@ def exp2(a: Float32) -> Float32:
 
 def absolute(a: Float32) -> Float32:
     """|a|; a NaN loses its sign."""
-    bits: Any = a.bitcast(Uint32)
-    return (bits & Uint32(0x7FFFFFFF)).bitcast(Float32)
+    return cute.math.absf(a)
 
 
 def max_nan(a: Float32, b: Float32) -> Float32:
     """The larger of a and b, NaN if either is."""
     return cute.arch.inline_ptx(
         "max.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
+    )
+
+
+def min_nan(a: Float32, b: Float32) -> Float32:
+    """The smaller of a and b, NaN if either is."""
+    return cute.arch.inline_ptx(
+        "min.NaN.f32 {$w0}, {$r0}, {$r1};", write_only_types=[Float32], read_only_args=[a, b]
     )
 
 
@@ -244,37 +378,46 @@ def e4m3_value(byte: Uint32) -> Float32:
 
 
 def e2m1_word(
-    values: Sequence[Float32], bounds: Sequence[Float32], keep_negative_zero: bool
+    values: Sequence[Float32], inverse: Sequence[Float32], keep_negative_zero: bool
 ) -> Uint32:
-    """Codes of up to 8 values, the first in the lowest nibble; the value must not be NaN.
+    """Codes of up to 8 values, the first in the lowest nibble; a NaN gets some code.
 
-    bounds: the seven midpoints of e2m1, times the group's scale. A value on the midpoints
-    0.25, 1.25, 2.5 and 5 takes the lower code, on 0.75, 1.75 and 3.5 the upper: the even one.
+    inverse: CODE_SCALE over the group's scale, as one float32 if that is exact, else as two
+    (`split_inverse`).
     """
+    if len(inverse) not in (1, 2):
+        raise ValueError(f"found {len(inverse)} parts, wanted CODE_SCALE / scale in one or two")
     word = Uint32(0)
-    zero = Uint32(0)
-    for i, value in enumerate(values):
-        magnitude = absolute(value)
-        bit2 = magnitude >= bounds[3]
-        bit1 = magnitude >= select(bit2, bounds[5], bounds[1])
-        upper = select(bit2, bounds[6], bounds[2])
-        lower = select(bit2, bounds[4], bounds[0])
-        bit0 = magnitude > select(bit1, upper, lower)
-        shift = 4 * i
-        bits: Any = value.bitcast(Uint32)
-        sign = (bits & Uint32(0x80000000)) >> (28 - shift)
-        if not keep_negative_zero:
-            sign = select(magnitude > bounds[0], sign, zero)
-        word = word | select(bit2, Uint32(4 << shift), zero)
-        word = word | select(bit1, Uint32(2 << shift), zero)
-        word = word | select(bit0, Uint32(1 << shift), zero) | sign
+    for value in reversed(values):
+        if len(inverse) == 1:
+            quotient = value * inverse[0]
+        else:
+            quotient = cute.math.fma(value, inverse[0], value * inverse[1])
+        magnitude = cutlass.min(absolute(quotient), Float32(6.0 * CODE_SCALE))
+        power = float_of(word_of(magnitude) & Uint32(0x7F800000))
+        power = cutlass.max(power, Float32(CODE_SCALE))
+        rounded = word_of(cute.math.fma(power, Float32(2.0**22), magnitude))
+        # The steps to bits 29-31, and the exponent, whose field begins at bit 23, to bit 30.
+        code = rounded * Uint32((1 << 29) + (1 << 7))
+        word = (word << 1) | (word_of(value) >> 31)
+        word = (word << 3) | (code >> 29)
+    if not keep_negative_zero:
+        is_nonzero = (word | (word >> 1) | (word >> 2)) & Uint32(0x11111111)
+        word = word & (Uint32(0x77777777) | (is_nonzero << 3))
     return word
 
 
-def nvfp4_bounds(scale: Float32) -> list[Float32]:
-    """Bounds of `e2m1_word` under an e4m3 scale; scale 0 rounds every value to a signed zero."""
-    divisor = select(scale == Float32(0.0), Float32(float("inf")), scale)
-    return [divisor * Float32(b) for b in E2M1_MIDPOINTS]
+def split_inverse(scale: Float32, reciprocal: Float32) -> list[Float32]:
+    """CODE_SCALE / scale of an e4m3 scale as hi + lo, both zero for scale 0 (codes: signed zeros).
+
+    reciprocal: 1 / scale with a relative error of at most 2^-22. lo is positive, so that an
+    infinite value keeps an infinite quotient.
+    """
+    known = select(scale == Float32(0.0), Float32(0.0), reciprocal)
+    hi = known * Float32(CODE_SCALE * (1.0 - 2.0**-21))
+    # Exact: scale has four significant bits, and CODE_SCALE - scale * hi is below 2^-17.
+    rest = cute.math.fma(-scale, hi, Float32(CODE_SCALE))
+    return [hi, rest * known]
 
 
 def ue8m0_exponent(amax: Float32) -> Int32:
@@ -295,17 +438,47 @@ def bf16_pair(low: Float32, high: Float32) -> Uint32:
     )
 
 
+def corrected_sixth(amax: Float32) -> Float32:
+    """amax / 6 correctly rounded, for 2^-100 <= amax <= 2^120, by a residue (Markstein)."""
+    first = amax * Float32(1.0 / 6.0)
+    rest = cute.math.fma(Float32(-6.0), first, amax)
+    return cute.math.fma(rest, Float32(1.0 / 6.0), first)
+
+
+def nvfp4_scale(amax: Float32) -> Uint32:
+    """e4m3 byte of amax / 6; NaN stays NaN.
+
+    Beyond 2^20 every scale is saturated, below 2^-100 it is zero however the quotient is rounded.
+    """
+    return e4m3_byte(corrected_sixth(min_nan(amax, Float32(2.0**20))))
+
+
+def fp4_encode(values: Sequence[Float32], amax: Float32) -> tuple[Uint32, Uint32]:
+    """Codes of up to 8 values of one indexer-key group and the group's UE8M0 byte.
+
+    amax: max |value| over the whole group, NaN if the group holds one: the byte is then 255 and the
+    codes are 0. Zeros have no sign.
+    """
+    exponent = ue8m0_exponent(amax)
+    # CODE_SCALE / scale is 2^(3 + 127 - exponent).
+    inverse = float_of((Uint32(257) - Uint32(exponent)) << 23)
+    word = e2m1_word(values, [inverse], keep_negative_zero=False)
+    poisoned = amax != amax
+    return select(poisoned, Uint32(0), word), select(poisoned, Uint32(255), Uint32(exponent))
+
+
 def nvfp4_encode(values: Sequence[Float32], amax: Float32) -> tuple[list[Uint32], Uint32]:
-    """Codes of 8 or 16 values of one group and the group's e4m3 scale byte.
+    """Codes of 4, 8 or 16 values of one group and the group's e4m3 scale byte.
 
     amax: max |value| over the whole group, NaN if the group holds one: the scale is then NaN and
     the codes are 0. Returns (one word for 8 values, scale byte).
     """
-    byte = e4m3_byte(div_rn(amax, 6.0))
-    bounds = nvfp4_bounds(e4m3_value(byte))
+    byte = nvfp4_scale(amax)
+    scale = e4m3_value(byte)
+    inverse = split_inverse(scale, cute.arch.rcp_approx(scale))
     poisoned = amax != amax
     words = []
     for start in range(0, len(values), 8):
-        word = e2m1_word(values[start : start + 8], bounds, keep_negative_zero=True)
+        word = e2m1_word(values[start : start + 8], inverse, keep_negative_zero=True)
         words.append(select(poisoned, Uint32(0), word))
     return words, byte

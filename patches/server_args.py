@@ -3,6 +3,7 @@
 from collections.abc import Callable
 from typing import Any
 
+import torch
 from sglang.srt.arg_groups.model_override_base import (
     _MODEL_OVERRIDE_FNS,
     model_config_of,
@@ -16,6 +17,7 @@ from sglang.srt.model_executor.cuda_graph_config import Backend, Phase, with_pha
 from sglang_dsv4.attention.backend import BACKEND_NAME
 from sglang_dsv4.cache.kv_layout import KVFormat
 from sglang_dsv4.errors import UnsupportedError
+from sglang_dsv4.layers.weight_kernels import weight_kernels_of
 from sglang_dsv4.model_source import ARCHITECTURE, serves
 from sglang_dsv4.patches.patch import Patch
 
@@ -41,9 +43,20 @@ def skip_nvfp4_rules(server_args: Any, previous: Callable[[Any], None]) -> None:
     previous(server_args)
 
 
-def attention_backend_override(server_args: Any, hf_config: Any) -> dict[str, Any]:
-    """Our backend for what we serve, in place of stock's ``dsv4``."""
-    return {"attention_backend": BACKEND_NAME} if serves(hf_config) else {}
+def backend_override(server_args: Any, hf_config: Any) -> dict[str, Any]:
+    """For what we serve: our attention backend, and the MoE runner of our weight kernels.
+
+    Stock would take ``dsv4`` and, on a GPU, a runner for MXFP4 experts.
+    """
+    if not serves(hf_config):
+        return {}
+    view = resolving_view(server_args)
+    chosen = {"attention_backend": BACKEND_NAME}
+    if view.device == "cuda" and view.moe_runner_backend == "auto":
+        runner = weight_kernels_of(torch.device("cuda")).experts_runner
+        if runner is not None:
+            chosen["moe_runner_backend"] = runner
+    return chosen
 
 
 def load_one_shard_at_a_time(server_args: Any, previous: Callable[[Any], None]) -> None:
@@ -82,9 +95,9 @@ def run_prefill_eagerly(server_args: Any, previous: Callable[[Any], None]) -> No
 
 def register_overrides() -> None:
     """Register at SGLang's own extension points; the last declaration counts. Idempotent."""
-    if attention_backend_override in _MODEL_OVERRIDE_FNS.get(ARCHITECTURE, ()):
+    if backend_override in _MODEL_OVERRIDE_FNS.get(ARCHITECTURE, ()):
         return
-    register_model_override(ARCHITECTURE)(attention_backend_override)
+    register_model_override(ARCHITECTURE)(backend_override)
     for step in ("handle_nvfp4_prefill_kv_dequant_dtype", "handle_kv4_compatibility"):
         register_resolution_hook(step)(skip_nvfp4_rules)
     register_resolution_hook("handle_load_format")(load_one_shard_at_a_time)

@@ -12,6 +12,11 @@ PREFIX = "SGLANG_DSV4_NVFP4_"
 
 T = TypeVar("T")
 
+WEIGHT_KERNELS = ("marlin", "flashinfer", "dequant")
+"""Ways to hold NVFP4 weights on a GPU (``layers.weight_kernels``)."""
+ATTENTION_KERNELS = ("portable", "wide", "narrow")
+"""Kernels of sparse attention on a GPU (``kernels.attention.plan``)."""
+
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
 
@@ -27,6 +32,16 @@ def _parse_bool(text: str) -> bool:
 
 def _parse_str(text: str) -> str:
     return text
+
+
+def _one_of(names: tuple[str, ...]) -> Callable[[str], str]:
+    def parse(text: str) -> str:
+        word = text.strip().lower()
+        if word in names:
+            return word
+        raise ValueError(", ".join(names[:-1]) + f" or {names[-1]}")
+
+    return parse
 
 
 @dataclass(frozen=True)
@@ -74,8 +89,28 @@ KERNEL_CACHE = EnvVar(
     "",
     "Folder of compiled GPU kernels; sglang_dsv4/kernels in the user's cache folder when unset.",
 )
+WEIGHT_KERNEL = EnvVar(
+    PREFIX + "WEIGHT_KERNEL",
+    _one_of(WEIGHT_KERNELS),
+    "",
+    "How NVFP4 weights run on a GPU: marlin, flashinfer, or dequant (bfloat16 from load on, four "
+    "times the memory); the GPU's architecture decides when unset.",
+)
+ATTENTION_KERNEL = EnvVar(
+    PREFIX + "ATTENTION_KERNEL",
+    _one_of(ATTENTION_KERNELS),
+    "",
+    "Kernel of sparse attention on a GPU: portable (any), wide or narrow (Hopper); the fastest by "
+    "estimate when unset.",
+)
 
-ALL: tuple[EnvVar, ...] = (REFERENCE_ON_GPU, FAILURE_FILE, KERNEL_CACHE)
+ALL: tuple[EnvVar, ...] = (
+    REFERENCE_ON_GPU,
+    FAILURE_FILE,
+    KERNEL_CACHE,
+    WEIGHT_KERNEL,
+    ATTENTION_KERNEL,
+)
 
 
 def reference_on_gpu() -> bool:
@@ -94,3 +129,13 @@ def kernel_cache() -> Path:
         return Path(KERNEL_CACHE.get())
     base = os.environ.get("XDG_CACHE_HOME")
     return (Path(base) if base else Path.home() / ".cache") / "sglang_dsv4" / "kernels"
+
+
+def weight_kernel() -> str | None:
+    """The forced way to hold NVFP4 weights on a GPU; None lets the architecture decide."""
+    return WEIGHT_KERNEL.get() or None
+
+
+def attention_kernel() -> str | None:
+    """The forced kernel of sparse attention on a GPU; None lets the estimates decide."""
+    return ATTENTION_KERNEL.get() or None

@@ -12,15 +12,10 @@ from sglang_dsv4.cache.kv_layout import KVFormat
 from sglang_dsv4.checkpoint.quant import SCALE_SUFFIXES
 from sglang_dsv4.config import LayerKind
 from sglang_dsv4.errors import CheckpointError, Dsv4Error
+from sglang_dsv4.memory_plan import GIB, rotary_bytes, weight_bytes
 from sglang_dsv4.model_source import ModelSource, open_source
 
-GIB = 1 << 30
 FORMATS: tuple[CacheFormat, ...] = (KVFormat.NVFP4, KVFormat.BFLOAT16, StockFormat.FP8)
-# Split over the tensor-parallel ranks; all else is held whole by every rank.
-_SPLIT = re.compile(
-    r"(self_attn\.(q_b_proj|o_a_proj|o_b_proj)"
-    r"|mlp\.(shared_)?experts\.[\w.]+_proj|model\.embed_tokens|lm_head)(\.|$)"
-)
 _LAYER_OR_EXPERT = re.compile(r"(?<=\.)\d+(?=\.)")
 
 
@@ -31,7 +26,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--gpu-mem", type=float, default=141, help="memory of a GPU in GiB")
     parser.add_argument("--tp", type=int, default=8, help="tensor-parallel ranks")
     parser.add_argument(
-        "--mem-fraction", type=float, default=0.88, help="part of it for weights and KV pools"
+        "--mem-fraction", type=float, default=0.88, help="part of it for weights, tables and pools"
     )
     parser.add_argument(
         "--max-running-requests", type=int, default=256, help="requests with C128 state"
@@ -60,17 +55,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     ):
         print(*section, "", sep="\n")
     return 0
-
-
-def weight_bytes(source: ModelSource, tp: int) -> tuple[int, int]:
-    """Bytes of all tensors that are loaded, and of one rank's part, as stored in the checkpoint."""
-    whole = split = 0
-    for name, info in source.checkpoint.tensors.items():
-        if _SPLIT.search(name) and len(info.shape) > 1:
-            split += info.nbytes
-        else:
-            whole += info.nbytes
-    return whole + split, whole + -(-split // tp)
 
 
 def _layers(source: ModelSource) -> Iterator[str]:
@@ -129,9 +113,12 @@ def _skipped(source: ModelSource) -> Iterator[str]:
 
 def _memory(source: ModelSource, tp: int, budget: float, max_requests: int) -> Iterator[str]:
     total, rank = weight_bytes(source, tp)
-    left = budget - rank
+    positions = source.dims.max_position_embeddings
+    tables = rotary_bytes(source.dims, positions)
+    left = budget - rank - tables
     yield f"weights as stored: {total / GIB:.2f} GiB, {rank / GIB:.2f} GiB a rank of {tp}"
-    yield f"weights and KV pools may take {budget / GIB:.2f} GiB a rank, the pools {left / GIB:.2f}"
+    yield f"rotary tables of {positions} positions: {tables / GIB:.2f} GiB a rank"
+    yield f"all static memory may take {budget / GIB:.2f} GiB a rank, the pools {left / GIB:.2f}"
     yield f"KV bytes per token (each rank holds them all); tokens with {max_requests} requests:"
     pools = ("window", "states", "c4", "indexer", "c128", "total")
     yield f"  {'format':<9}" + "".join(f"{pool:>9}" for pool in pools) + f"{'tokens':>13}"

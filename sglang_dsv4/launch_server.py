@@ -96,13 +96,17 @@ def prepare(argv: list[str]) -> "ServerArgs":
     from sglang.srt.plugins import load_plugins
     from sglang.srt.server_args import ServerArgs, prepare_server_args
 
+    from sglang_dsv4.memory_plan import Options
+
     load_plugins()
     parser = argparse.ArgumentParser(prog="sglang_dsv4.launch_server")
     ServerArgs.add_cli_args(parser)
     argv = with_config(argv, parser)
     asked = parser.parse_args([*OPTIONS, *argv])
     device = asked.device or preflight.default_device()
-    checks += preflight.model_checks(asked.model_path, device, asked.kv_cache_dtype, asked.tp_size)
+    checks += preflight.model_checks(
+        asked.model_path, device, asked.kv_cache_dtype, asked.tp_size, Options.of(asked)
+    )
     _stop_on_fault(checks)
     defaults = list(OPTIONS)
     if device == "cpu":

@@ -9,13 +9,16 @@ import os
 import sys
 import warnings
 from collections import Counter
-from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import replace
 from importlib.metadata import entry_points, version
+from typing import TYPE_CHECKING
 
 from sglang_dsv4 import __version__, plugin
-from sglang_dsv4.errors import Dsv4Error
-from sglang_dsv4.failure import EXIT_STATUS, one_sentence
+from sglang_dsv4.check_table import Check, first_fault, guarded, render
+from sglang_dsv4.failure import EXIT_STATUS
+
+if TYPE_CHECKING:
+    from sglang_dsv4.memory_plan import Options
 
 GIB = 1 << 30
 PYTHON = (3, 11)
@@ -23,16 +26,6 @@ PYTHON = (3, 11)
 CPU_POOL_BYTES = 2 * GIB
 # Resident size of the server's three processes (HTTP, scheduler, detokenizer) without a model.
 CPU_PROCESS_BYTES = 4 * GIB
-
-
-@dataclass(frozen=True)
-class Check:
-    """One row: what was found, what was wanted, and the sentence to end with if it does not do."""
-
-    name: str
-    found: str
-    wanted: str
-    fault: str = ""
 
 
 def environment_checks() -> list[Check]:
@@ -43,7 +36,13 @@ def environment_checks() -> list[Check]:
     return checks
 
 
-def model_checks(model_path: str, device: str, kv_cache_dtype: str, tp_size: int) -> list[Check]:
+def model_checks(
+    model_path: str,
+    device: str,
+    kv_cache_dtype: str,
+    tp_size: int,
+    options: "Options | None" = None,
+) -> list[Check]:
     """The device and its kernels, the checkpoint with its tokenizer, the KV pool, the memory.
 
     Args:
@@ -51,36 +50,27 @@ def model_checks(model_path: str, device: str, kv_cache_dtype: str, tp_size: int
         device: ``cpu`` or ``cuda``.
         kv_cache_dtype: as ``--kv-cache-dtype``.
         tp_size: ranks that share the weights.
+        options: the others that memory depends on; SGLang's defaults when None.
     """
-    checks = [_guarded("device", "a CPU, or kernels for it", lambda: _device(device))]
-    checks.append(_guarded("checkpoint", "DeepSeek-V4", lambda: _checkpoint(model_path)))
+    from sglang_dsv4.memory_plan import Options
+
+    options = replace(options or Options(), tp_size=tp_size)
+    checks = [guarded("device", "a CPU, or kernels for it", lambda: _device(device))]
+    checks.append(guarded("checkpoint", "DeepSeek-V4", lambda: _checkpoint(model_path)))
     if checks[-1].fault:
         return checks
-    checks.append(_guarded("tokenizer", "tokenizer.json", lambda: _tokenizer(model_path)))
+    checks.append(guarded("tokenizer", "tokenizer.json", lambda: _tokenizer(model_path)))
     checks.append(
-        _guarded("KV cache", "nvfp4 or bfloat16", lambda: _kv_cache(model_path, kv_cache_dtype))
+        guarded("KV cache", "nvfp4 or bfloat16", lambda: _kv_cache(model_path, kv_cache_dtype))
     )
-    checks.append(_guarded("memory", "room", lambda: _memory(model_path, device, tp_size)))
+    checks.append(guarded("ranks", "a split of the model", lambda: _ranks(model_path, options)))
+    if device == "cpu":
+        checks.append(guarded("memory", "room", lambda: _cpu_memory(model_path, tp_size)))
+    elif not first_fault(checks):
+        checks.append(
+            guarded("memory", "room", lambda: _gpu_memory(model_path, kv_cache_dtype, options))
+        )
     return checks
-
-
-def render(checks: list[Check]) -> str:
-    """The table, one line a check, and below a failed one what to do."""
-    rows = [("", "check", "found", "wanted")]
-    rows += [("FAIL" if c.fault else "ok", c.name, c.found, c.wanted) for c in checks]
-    widths = [max(len(row[column]) for row in rows) for column in range(3)]
-    lines = [f"sglang_dsv4 {__version__} preflight"]
-    for row, check in zip(rows, [None, *checks], strict=True):
-        cells = [cell.ljust(width) for cell, width in zip(row, widths, strict=False)]
-        lines.append("  ".join([*cells, row[3]]).rstrip())
-        if check is not None and check.fault:
-            lines.append(f"      -> {check.fault}")
-    return "\n".join(lines)
-
-
-def first_fault(checks: list[Check]) -> str:
-    """The sentence of the first check that failed; empty when all passed."""
-    return next((check.fault for check in checks if check.fault), "")
 
 
 def default_device() -> str:
@@ -97,26 +87,26 @@ def free_bytes(device: str) -> int:
     return int(get_available_gpu_memory(device, 0) * GIB)
 
 
+def gpu_bytes() -> int:
+    """Memory of a GPU, used or not."""
+    import torch
+
+    return torch.cuda.mem_get_info()[1]
+
+
 def weight_bytes(model_path: str, device: str, tp_size: int) -> int:
     """Bytes of one rank's weights once loaded; a CPU holds 4-bit weights as bfloat16."""
-    from sglang_dsv4 import inspect
+    from sglang_dsv4 import memory_plan
     from sglang_dsv4.model_source import open_source
 
     source = open_source(model_path)
     if device != "cpu":
-        return inspect.weight_bytes(source, tp_size)[1]
+        return memory_plan.weight_bytes(source, tp_size)[1]
     total = 0
     for name, info in source.checkpoint.tensors.items():
         packed = info.dtype == "U8" and name.endswith(".weight")
         total += info.nbytes * (4 if packed else 1)
     return -(-total // tp_size)
-
-
-def _guarded(name: str, wanted: str, check: Callable[[], Check]) -> Check:
-    try:
-        return check()
-    except Dsv4Error as error:
-        return Check(name, "see below", wanted, one_sentence(error))
 
 
 def _python() -> Check:
@@ -136,7 +126,7 @@ def _sglang() -> Check:
         wanted = str(plugin.pin(plugin.DISTRIBUTION, "sglang"))
         return Check("sglang", version("sglang"), f"{wanted} exactly")
 
-    return _guarded("sglang", "the pinned release", check)
+    return guarded("sglang", "the pinned release", check)
 
 
 def _pinned(name: str) -> Check:
@@ -145,7 +135,7 @@ def _pinned(name: str) -> Check:
     def check() -> Check:
         return Check(name, version(name), f"{plugin.pin('sglang', name)} (pinned by sglang)")
 
-    return _guarded(name, "what sglang pins", check)
+    return guarded(name, "what sglang pins", check)
 
 
 def _selected() -> Check:
@@ -190,7 +180,7 @@ def _device(device: str) -> Check:
     from sglang_dsv4.kernels.dispatch import REFERENCE, operations_for
 
     operations = operations_for(torch.device(device))
-    kernels = "plain-torch reference" if operations is REFERENCE else "kernels of this plugin"
+    kernels = "plain-torch reference" if operations == REFERENCE else "kernels of this plugin"
     if device == "cpu":
         found = f"cpu, {len(os.sched_getaffinity(0))} cores"
     else:
@@ -233,19 +223,48 @@ def _kv_cache(model_path: str, dtype: str) -> Check:
     return Check("KV cache", found, " or ".join(KVFormat))
 
 
-def _memory(model_path: str, device: str, tp_size: int) -> Check:
-    weights = weight_bytes(model_path, device, tp_size)
-    reserve = CPU_POOL_BYTES + CPU_PROCESS_BYTES if device == "cpu" else 0
-    free, needed = free_bytes(device), weights + reserve
+def _ranks(model_path: str, options: "Options") -> Check:
+    from sglang_dsv4.memory_plan import check_ranks, divisors
+    from sglang_dsv4.model_source import open_source
+
+    dims = open_source(model_path).dims
+    check_ranks(dims, options)
+    wanted = ", ".join(str(n) for n in divisors(dims))
+    return Check("ranks", f"--tp-size {options.tp_size}", f"one of {wanted}")
+
+
+def _cpu_memory(model_path: str, tp_size: int) -> Check:
+    weights = weight_bytes(model_path, "cpu", tp_size)
+    free, needed = free_bytes("cpu"), weights + CPU_POOL_BYTES + CPU_PROCESS_BYTES
     found = f"{free / GIB:.1f} GiB free"
     wanted = f"{needed / GIB:.1f} GiB: weights {weights / GIB:.2f} and what a server needs beside"
     fault = ""
     if free < needed:
         fault = (
-            f"The memory of {device} has {found}, wanted {needed / GIB:.1f} GiB a rank for weights "
+            f"The memory of cpu has {found}, wanted {needed / GIB:.1f} GiB a rank for weights "
             f"and pools: free some, or spread the model with --tp-size."
         )
     return Check("memory", found, wanted, fault)
+
+
+def _gpu_memory(model_path: str, kv_cache_dtype: str, options: "Options") -> Check:
+    from sglang_dsv4 import memory_plan
+    from sglang_dsv4.cache.kv_layout import KVFormat
+    from sglang_dsv4.model_source import open_source
+
+    source, kv_format = open_source(model_path), KVFormat.from_option(kv_cache_dtype)
+    gpu, free = gpu_bytes(), free_bytes("cuda")
+    plan = memory_plan.plan(source, kv_format, options, gpu)
+    fault = plan.fault()
+    if fault:
+        fault += f": {memory_plan.remedy(source, kv_format, options, gpu)}."
+    elif free < plan.needed:
+        fault = (
+            f"The GPU has {free / GIB:.1f} GiB free of {gpu / GIB:.1f}, wanted "
+            f"{plan.needed / GIB:.1f} GiB a rank: stop what else runs on it."
+        )
+    found = f"{gpu / GIB:.1f} GiB a GPU, {free / GIB:.1f} free"
+    return Check("memory", found, plan.wanted(), fault)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -255,11 +274,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--device", choices=("cpu", "cuda"), help="default: cuda if there is one")
     parser.add_argument("--kv-cache-dtype", default="nvfp4", help="as of the server")
     parser.add_argument("--tp-size", type=int, default=1, help="ranks that share the weights")
+    parser.add_argument("--mem-fraction-static", type=float, help="of a GPU's memory")
+    kept = ("context_length", "max_total_tokens", "max_running_requests")
+    for name in (*kept, "chunked_prefill_size"):
+        parser.add_argument(f"--{name.replace('_', '-')}", type=int, help="as of the server")
     args = parser.parse_args(argv)
     checks = environment_checks()
     if not first_fault(checks):
+        from sglang_dsv4.memory_plan import Options
+
+        sizes = {name: getattr(args, name) for name in kept}
+        options = Options(
+            fraction=args.mem_fraction_static, chunk=args.chunked_prefill_size, **sizes
+        )
         device = args.device or default_device()
-        checks += model_checks(args.model_dir, device, args.kv_cache_dtype, args.tp_size)
+        checks += model_checks(args.model_dir, device, args.kv_cache_dtype, args.tp_size, options)
     print(render(checks), flush=True)
     fault = first_fault(checks)
     if fault:

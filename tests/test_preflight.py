@@ -1,6 +1,7 @@
 """The preflight table: what it finds, what stops it, and how it reads."""
 
 import json
+import re
 import shutil
 from pathlib import Path
 
@@ -8,7 +9,10 @@ import pytest
 import torch
 
 from sglang_dsv4 import plugin, preflight
-from sglang_dsv4.preflight import GIB, Check
+from sglang_dsv4.check_table import Check
+from sglang_dsv4.kernels import hardware
+from sglang_dsv4.memory_plan import Options
+from sglang_dsv4.preflight import GIB
 
 MODEL = Path(__file__).resolve().parent.parent / "sglang_dsv4" / "demo" / "dsv4-tiny-nvfp4"
 
@@ -40,7 +44,7 @@ def test_the_environment_of_this_test_is_fit():
 
 def test_the_small_model_is_fit_on_a_cpu():
     checks = of(preflight.model_checks(str(MODEL), "cpu", "nvfp4", 1))
-    assert list(checks) == ["device", "checkpoint", "tokenizer", "KV cache", "memory"]
+    assert list(checks) == ["device", "checkpoint", "tokenizer", "KV cache", "ranks", "memory"]
     assert not preflight.first_fault(list(checks.values()))
     assert "plain-torch reference" in checks["device"].found
     assert checks["checkpoint"].found.startswith("6 layers, ")
@@ -90,18 +94,63 @@ def test_another_kv_cache_dtype_is_refused():
     assert fault.startswith("--kv-cache-dtype is fp8_e4m3, wanted nvfp4 or bfloat16")
 
 
-def test_a_gpu_without_kernels_is_refused_naming_the_operations(monkeypatch):
+@pytest.fixture
+def gpu(monkeypatch):
+    """Makes torch see a GPU of a capability, with 140 GiB of which 139 are free."""
+
+    def choose(capability):
+        monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+        monkeypatch.setattr(torch.cuda, "current_device", lambda: 0)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda index=None: capability)
+        monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA test")
+        monkeypatch.setattr(preflight, "gpu_bytes", lambda: 140 * GIB)
+        monkeypatch.setattr(preflight, "free_bytes", lambda device: 139 * GIB)
+        hardware._arch_of_device.cache_clear()
+
     monkeypatch.delenv("SGLANG_DSV4_NVFP4_REFERENCE_ON_GPU", raising=False)
-    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: (9, 0))
-    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H200")
-    fault = preflight.first_fault(preflight.model_checks(str(MODEL), "cuda", "nvfp4", 1))
-    assert "indexer_topk" in fault
+    yield choose
+    hardware._arch_of_device.cache_clear()
+
+
+def test_a_gpu_without_kernels_is_refused_by_its_capability(monkeypatch, gpu):
+    gpu((8, 9))
+    checks = preflight.model_checks(str(MODEL), "cuda", "nvfp4", 1)
+    assert preflight.first_fault(checks).startswith("The GPU has compute capability 8.9, wanted")
     monkeypatch.setenv("SGLANG_DSV4_NVFP4_REFERENCE_ON_GPU", "1")
     device = of(preflight.model_checks(str(MODEL), "cuda", "nvfp4", 1))["device"]
-    assert device.found == "NVIDIA H200, sm_90: plain-torch reference"
+    assert device.found == "NVIDIA test, sm_89: plain-torch reference"
     monkeypatch.setenv("SGLANG_DSV4_NVFP4_REFERENCE_ON_GPU", "perhaps")
     fault = preflight.first_fault(preflight.model_checks(str(MODEL), "cuda", "nvfp4", 1))
     assert "wanted 0 or 1" in fault
+
+
+def test_a_gpu_with_room_is_fit(monkeypatch, gpu):
+    gpu((9, 0))
+    monkeypatch.setenv("SGLANG_DSV4_NVFP4_REFERENCE_ON_GPU", "1")
+    options = Options(fraction=0.5, context_length=4096, max_running_requests=4, chunk=2048)
+    checks = of(preflight.model_checks(str(MODEL), "cuda", "nvfp4", 1, options))
+    assert not preflight.first_fault(list(checks.values()))
+    assert checks["memory"].found == "140.0 GiB a GPU, 139.0 free"
+    assert checks["memory"].wanted.startswith("0.0 GiB static and ")
+
+
+def test_a_gpu_that_others_use_is_refused(monkeypatch, gpu):
+    gpu((9, 0))
+    monkeypatch.setenv("SGLANG_DSV4_NVFP4_REFERENCE_ON_GPU", "1")
+    monkeypatch.setattr(preflight, "free_bytes", lambda device: GIB // 4)
+    fault = preflight.first_fault(preflight.model_checks(str(MODEL), "cuda", "nvfp4", 1))
+    wanted = (
+        r"The GPU has 0\.2 GiB free of 140\.0, wanted \d\.\d GiB a rank: stop what else runs .*"
+    )
+    assert re.fullmatch(wanted, fault)
+
+
+def test_ranks_that_do_not_split_the_model_are_refused():
+    """The small model has 8 heads, 2 output groups and experts of 2 tiles of 128."""
+    found = of(preflight.model_checks(str(MODEL), "cpu", "nvfp4", 2))["ranks"]
+    assert (found.found, found.wanted, found.fault) == ("--tp-size 2", "one of 1, 2", "")
+    fault = of(preflight.model_checks(str(MODEL), "cpu", "nvfp4", 4))["ranks"].fault
+    assert fault.startswith("--tp-size is 4, wanted a divisor of the model's 2 ")
 
 
 def test_four_bit_weights_count_four_times_on_a_cpu():

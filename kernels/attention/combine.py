@@ -1,8 +1,9 @@
 """Combination of the splits of sparse attention: one block of 128 threads per token and head.
 
-Each split leaves float32 sums already divided by its total, and its log2-sum-exp. The sink enters
-here, once. Roofline, per token and head: bytes = splits x 2052 + 1024; bandwidth and launch only.
-It was measured only together with the attention (`portable`).
+Each split leaves float32 sums already divided by its total, and its log2-sum-exp; a split without
+records leaves only the latter, -inf, and its sums are not read. The sink enters here, once.
+Roofline, per token and head: bytes = splits x 2052 + 1024; bandwidth and launch only. It was
+measured only together with the attention (`portable`).
 """
 
 from typing import Any
@@ -42,8 +43,10 @@ def combine(
     total = Float32(0.0)
     s0, s1, s2, s3 = Float32(0.0), Float32(0.0), Float32(0.0), Float32(0.0)
     for s in cutlass.range(splits):
-        weight = ptx.exp2(ptx.global_load_f32(lse_at + s * pitch * 4) - origin)
-        v0, v1, v2, v3 = ptx.global_load_f32x4(out_at + s * pitch * (HEAD_DIM * 4))
+        share = ptx.global_load_f32(lse_at + s * pitch * 4)
+        weight = ptx.exp2(share - origin)
+        empty = share == Float32(-Float32.inf)
+        v0, v1, v2, v3 = ptx.global_load_f32x4_unless(empty, out_at + s * pitch * (HEAD_DIM * 4))
         total = total + weight
         s0, s1 = s0 + weight * v0, s1 + weight * v1
         s2, s3 = s2 + weight * v2, s3 + weight * v3

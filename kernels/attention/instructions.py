@@ -202,6 +202,19 @@ def global_load_x2(address: Int64, *, loc: Any = None, ip: Any = None) -> Any:
 
 
 @dsl_user_op
+def global_load_x2_if(
+    condition: Any, address: Int64, a: Any, b: Any, *, loc: Any = None, ip: Any = None
+) -> Any:
+    """As `global_load_x2` past L1 where the condition holds, else a and b without a load."""
+    text = (
+        "{.reg .pred p; setp.ne.b32 p, $2, 0; "
+        "@p ld.global.nc.L1::no_allocate.v2.b32 {$0,$1}, [$3];}"
+    )
+    operands = [Int32(condition), address, a, b]
+    return _asm([Uint32] * 2, operands, text, "=r,=r,r,l,0,1" + _MEMORY, True, loc, ip)
+
+
+@dsl_user_op
 def global_load_u16(address: Int64, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Load two bytes of read-only data, zero-extended."""
     text = "{.reg .b16 h; ld.global.nc.b16 h, [$1]; cvt.u32.u16 $0, h;}"
@@ -238,6 +251,20 @@ def global_load_f32x4(address: Int64, *, loc: Any = None, ip: Any = None) -> Any
         loc,
         ip,
     )
+
+
+@dsl_user_op
+def global_load_f32x4_unless(
+    condition: Any, address: Int64, *, loc: Any = None, ip: Any = None
+) -> Any:
+    """As `global_load_f32x4`, or zeros without a load where the condition holds."""
+    text = (
+        "{.reg .pred p; setp.eq.b32 p, $4, 0; mov.f32 $0, 0f00000000; mov.f32 $1, 0f00000000; "
+        "mov.f32 $2, 0f00000000; mov.f32 $3, 0f00000000; "
+        "@p ld.global.v4.f32 {$0,$1,$2,$3}, [$5];}"
+    )
+    constraints = "=&f,=&f,=&f,=&f,r,l" + _MEMORY
+    return _asm([Float32] * 4, [Int32(condition), address], text, constraints, True, loc, ip)
 
 
 @dsl_user_op
@@ -375,6 +402,16 @@ def shuffle_index(x: Any, source: Any, *, loc: Any = None, ip: Any = None) -> An
     """The 32-bit integer of lane `source`; every lane of the warp must take part."""
     text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
     return _asm([type(x)], [x, Int32(source)], text, "=r,r,r", True, loc, ip)
+
+
+@dsl_user_op
+def any_lane(condition: Any, *, loc: Any = None, ip: Any = None) -> Any:
+    """Whether the condition holds in any lane; every lane of the warp must take part."""
+    text = (
+        "{.reg .pred p, q; setp.ne.b32 p, $1, 0; vote.sync.any.pred q, p, 0xffffffff; "
+        "selp.b32 $0, 1, 0, q;}"
+    )
+    return _asm([Int32], [Int32(condition)], text, "=r,r", True, loc, ip) != 0
 
 
 @dsl_user_op

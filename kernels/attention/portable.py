@@ -33,78 +33,55 @@ from typing import Any
 
 import cutlass
 import cutlass.memory
-from cutlass import BFloat16, Float32, Int32, Int64, Uint32, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+from cutlass import Float32, Int32, Int64, Uint32, cute
 
-from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
 from sglang_dsv4.kernels.attention import instructions as ptx
 from sglang_dsv4.kernels.attention.combine import HEAD_DIM, LN2, LOG2_E, combine
+from sglang_dsv4.kernels.attention.dequant import (
+    NOPE_ROW,
+    ROPE_OFFSET,
+    ROPE_ROW,
+    query_pairs,
+    scale_pairs,
+    unpack8,
+)
 from sglang_dsv4.kernels.attention.instructions import address, choose
+from sglang_dsv4.kernels.attention.lists import TILE, ListShape, TokenLists
+from sglang_dsv4.kernels.attention.operands import (
+    Numbers,
+    Operands,
+    fake_numbers,
+    fake_operands,
+)
 from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
 
-TILE = 64
+import os
+EARLY = os.environ.get('EARLY') == '1'
 THREADS = 256
 HEAD_TILES = (8, 16, 32)
-_LAYOUT = RecordLayout(KVFormat.NVFP4, TILE)
-DATA_BYTES = _LAYOUT.data_bytes
-SCALE_BYTES = _LAYOUT.scale_bytes
-ROPE_OFFSET = _LAYOUT.nope_bytes
-NOPE_ROW = 2 * _LAYOUT.nope_dim
-ROPE_ROW = 2 * _LAYOUT.rope_dim
 # Row lengths that spread rows over the banks: float32 scores of a head, bf16 weights of a head.
 SCORE_ROW = 4 * (TILE + 8)
 WEIGHT_ROW = 2 * (TILE + 8)
+# Shared memory of an SM of sm_90 and sm_100, of which the rest is L1; a hint elsewhere.
+MAX_SHARED = 228 << 10
+# Weights up to 2^GROWTH are as exact in bf16 and float32 as those up to 1.
+GROWTH = 64.0
 NOPE_TILE = TILE * NOPE_ROW
 ROPE_TILE = TILE * ROPE_ROW
-
-SIGN, MAGNITUDE = 0x80008000, 0x01C001C0
-BF16X2_256 = 0x43804380
 
 
 @dataclass(frozen=True)
 class Shape:
-    """Static shape: heads of a block (8, 16, 32), tokens a page of each pool, bytes of a slot."""
+    """Static shape: heads of a block (8, 16, 32) and what the lists are."""
 
     head_tile: int
-    window_page: int
-    comp_page: int
-    slot_bytes: int
+    lists: ListShape
 
 
 def shared_bytes(head_tile: int) -> int:
     """Shared memory of a block."""
     exchange = head_tile * (4 * SCORE_ROW + WEIGHT_ROW + 4)
     return NOPE_TILE + 2 * ROPE_TILE + exchange
-
-
-def unpack8(word: Uint32, scale: Uint32) -> list[Uint32]:
-    """Eight e2m1 values of a word times the scale pair: element j holds values (3 - j, 7 - j)."""
-    out = []
-    for j, magnitude in enumerate((word >> 6, word >> 2, word << 2, word << 6)):
-        bits = ((word << (4 * j)) & Uint32(SIGN)) | (magnitude & Uint32(MAGNITUDE))
-        out.append(ptx.mul_bf16x2(bits, scale))
-    return out
-
-
-def scale_pairs(pair: Uint32) -> list[Uint32]:
-    """Two e4m3 bytes as bf16x2 of (scale x 2^118) twice, one register for each byte."""
-    return [
-        ptx.pack_bf16x2(wide, wide)
-        for wide in (value * Float32(2.0**118) for value in ptx.e4m3x2_to_f32x2(pair))
-    ]
-
-
-def query_pairs(words: Any, mask: Uint32) -> list[Uint32]:
-    """Q of eight dims (four bf16x2) in the order of `unpack8`, times 2^8, or 0 under mask 0."""
-    r0, r1, r2, r3 = words
-    high, low = Uint32(0x7632), Uint32(0x5410)
-    pairs = (
-        ptx.prmt(r1, r3, high),
-        ptx.prmt(r1, r3, low),
-        ptx.prmt(r0, r2, high),
-        ptx.prmt(r0, r2, low),
-    )
-    return [ptx.mul_bf16x2(pair, Uint32(BF16X2_256)) & mask for pair in pairs]
 
 
 class SparseAttention:
@@ -118,86 +95,43 @@ class SparseAttention:
         self.lanes_per_head = THREADS // shape.head_tile
         self.keys_per_lane = TILE // self.lanes_per_head
         self.blocks_per_sm = 2 if shape.head_tile <= 16 else 1
+        used = self.blocks_per_sm * (shared_bytes(shape.head_tile) + 1024)
+        self.carveout = -(-100 * used // MAX_SHARED)
 
     @cute.jit
-    def __call__(
-        self,
-        q: Any,
-        window_slots: Any,
-        comp_slots: Any,
-        window_pool: Any,
-        comp_pool: Any,
-        sinks: Any,
-        out: Any,
-        lse: Any,
-        part_out: Any,
-        part_lse: Any,
-        num_window: Int32,
-        num_comp: Int32,
-        splits: Int32,
-        scale_log2: Float32,
-        out_scale: Float32,
-        stream: Any,
-    ) -> None:
+    def __call__(self, operands: Operands, numbers: Numbers, stream: Any) -> None:
         """Launch the attention and, with more than one split, the combination."""
-        tokens, heads = out.shape[0], out.shape[1]
+        tokens, heads = operands.out.shape[0], operands.out.shape[1]
         head_tiles = (heads + self.heads - 1) // self.heads
-        self.kernel(
-            q,
-            window_slots,
-            comp_slots,
-            window_pool,
-            comp_pool,
-            sinks,
-            out,
-            lse,
-            part_out,
-            part_lse,
-            num_window,
-            num_comp,
-            scale_log2,
-            out_scale,
-            head_tiles,
-        ).launch(
-            grid=[tokens * head_tiles, splits, 1],
+        self.kernel(operands, numbers, head_tiles).launch(
+            grid=[tokens * head_tiles, numbers.splits, 1],
             block=[THREADS, 1, 1],
             stream=stream,
             min_blocks_per_mp=self.blocks_per_sm,
-            preferred_smem_carveout=100,
+            preferred_smem_carveout=self.carveout,
         )
-        if splits > 1:
-            combine(part_out, part_lse, sinks, out, lse, splits, out_scale).launch(
-                grid=[tokens * heads, 1, 1], block=[HEAD_DIM // 4, 1, 1], stream=stream
-            )
+        if numbers.splits > 1:
+            combine(
+                operands.part_out,
+                operands.part_lse,
+                operands.sinks,
+                operands.out,
+                operands.lse,
+                numbers.splits,
+                numbers.out_scale,
+            ).launch(grid=[tokens * heads, 1, 1], block=[HEAD_DIM // 4, 1, 1], stream=stream)
 
     @cute.kernel
-    def kernel(
-        self,
-        q: Any,
-        window_slots: Any,
-        comp_slots: Any,
-        window_pool: Any,
-        comp_pool: Any,
-        sinks: Any,
-        out: Any,
-        lse: Any,
-        part_out: Any,
-        part_lse: Any,
-        num_window: Int32,
-        num_comp: Int32,
-        scale_log2: Float32,
-        out_scale: Float32,
-        head_tiles: Int32,
-    ) -> None:
+    def kernel(self, operands: Operands, numbers: Numbers, head_tiles: Int32) -> None:
         """See the module docstring."""
         tid, _, _ = cute.arch.thread_idx()
         block, split, _ = cute.arch.block_idx()
-        _, splits, _ = cute.arch.grid_dim()
         warp = cute.arch.make_warp_uniform(cute.arch.warp_idx())
         self.warp, self.quarter, self.half = warp, warp % 4, warp // 4
         token = block // head_tiles
         first_head = (block - token * head_tiles) * self.heads
-        num_heads = out.shape[1]
+        lists = TokenLists(self.shape.lists, operands, numbers, token)
+        first, last = lists.share(split, numbers.splits)
 
         memory = cutlass.memory.SmemAllocator()
         base = memory.allocate(shared_bytes(self.heads), 128).toint()
@@ -207,61 +141,76 @@ class SparseAttention:
         self.weights = self.scores + 4 * self.heads * SCORE_ROW
         self.gains = self.weights + self.heads * WEIGHT_ROW
 
+        if (first < last) | (numbers.splits == 1):
+            self.attend(tid, lists, first, last, operands, numbers, token, first_head, split)
+        else:
+            head = first_head + tid
+            present = (tid < self.heads) & (head < operands.out.shape[1])
+            row = split * Int32(operands.out.shape[0]) + token
+            at = (Int64(row) * operands.out.shape[1] + head) * 4
+            ptx.global_store_f32_if(present, address(operands.part_lse) + at, Float32(-Float32.inf))
+
+    @cute.jit
+    def attend(
+        self,
+        tid: Int32,
+        lists: Any,
+        first: Int32,
+        last: Int32,
+        operands: Operands,
+        numbers: Numbers,
+        token: Int32,
+        first_head: Int32,
+        split: Int32,
+    ) -> None:
+        """The block's tiles and what it writes; without tiles, that is no weight at all."""
         self.locate(tid)
-
-        window_tiles = (num_window + TILE - 1) // TILE
-        num_tiles = window_tiles + (num_comp + TILE - 1) // TILE
-        share = (num_tiles + splits - 1) // splits
-        first = split * share
-        last = cutlass.min(first + share, num_tiles)
-
+        num_heads = operands.out.shape[1]
         query = cute.make_rmem_tensor(32 * self.rows, Uint32)
         for i in cutlass.range_constexpr(32 * self.rows):
             query[i] = Uint32(0)
-        row = address(q) + Int64(token) * q.stride[0] * 2
-        for n in cutlass.range_constexpr(self.blocks):
-            head = first_head + n * 8 + self.group
-            mask = choose(head < num_heads, Uint32(0xFFFFFFFF), Uint32(0))
-            start = row + Int64(choose(head < num_heads, head, first_head)) * q.stride[1] * 2
-            self.load_query_nope(query, n, start, mask, 0)
-            if self.quarter < 3:
-                self.load_query_nope(query, n, start, mask, 1)
-            else:
-                self.load_query_rope(query, n, start, mask)
+        self.load_query(query, operands.q, token, first_head, num_heads)
 
         words = cute.make_rmem_tensor(16, Uint32)
         scales = cute.make_rmem_tensor(2, Uint32)
         listed = cute.make_rmem_tensor(1, Uint32)
-        sums = cute.make_rmem_tensor(4 * self.rows, Float32)
-        upcoming = cute.make_rmem_tensor(1, Int32)
+        records = cute.make_rmem_tensor(1, Int32)
+        wide = Int64 if self.shape.lists.slot_bytes == 8 else Int32
+        upcoming = cute.make_rmem_tensor(1, wide)
         summed = cute.make_rmem_tensor(16 * self.blocks, Float32)
         for i in cutlass.range_constexpr(16 * self.blocks):
             summed[i] = Float32(0.0)
         peak = Float32(-Float32.inf)
         total = Float32(0.0)
-        lists = (window_slots, comp_slots, window_pool, comp_pool)
-        limits = (token, num_window, num_comp, window_tiles)
 
-        self.fetch_slot(lists, limits, first, upcoming)
-        self.fetch_records(lists, limits, first, Int32(0), upcoming, listed, words, scales)
-        if first + 1 < last:
-            self.fetch_slot(lists, limits, first + 1, upcoming)
-
+        for i in cutlass.range_constexpr(16):
+            words[i] = Uint32(0)
+        self.fetch_slot(lists, first, upcoming)
+        self.fetch_scales(lists, first, last, upcoming, listed, records, scales)
+        for r in cutlass.range_constexpr(4):
+            self.fetch_words(r, lists, first, Int32(0), records, words)
+        self.fetch_slot(lists, cutlass.min(first + 1, last - 1), upcoming)
         for tile in cutlass.range(first, last):
             self.locate(ptx.opaque(tid))
             buffer = (tile - first) & 1
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
+            present = listed[0]
+            scale_bytes = self.share_scales(scales)
+            if cutlass.const_expr(EARLY):
+                self.fetch_scales(lists, tile + 1, last, upcoming, listed, records, scales)
+                self.fetch_slot(lists, cutlass.min(tile + 2, last - 1), upcoming)
             for r in cutlass.range_constexpr(4):
-                self.score_keys(r, words, scales, listed[0], query, sums, buffer)
-            if tile + 1 < last:
-                self.fetch_records(
-                    lists, limits, tile + 1, 1 - buffer, upcoming, listed, words, scales
-                )
-                if tile + 2 < last:
-                    self.fetch_slot(lists, limits, tile + 2, upcoming)
+                self.score_keys(r, words, scale_bytes[r], present, query, buffer)
+                if cutlass.const_expr(EARLY):
+                    self.fetch_words(r, lists, tile + 1, 1 - buffer, records, words)
+            if cutlass.const_expr(not EARLY):
+                self.fetch_scales(lists, tile + 1, last, upcoming, listed, records, scales)
+                self.fetch_slot(lists, cutlass.min(tile + 2, last - 1), upcoming)
+                for r in cutlass.range_constexpr(4):
+                    self.fetch_words(r, lists, tile + 1, 1 - buffer, records, words)
             cute.arch.sync_threads()
-            peak, total = self.softmax(peak, total, scale_log2)
+            peak, total = self.softmax(peak, total, numbers.scale_log2)
             cute.arch.sync_threads()
             self.accumulate(summed, buffer)
             cute.arch.sync_threads()
@@ -269,17 +218,15 @@ class SparseAttention:
         self.locate(tid)
         for step in cutlass.range_constexpr(self.lanes_per_head.bit_length() - 1):
             total = total + ptx.shuffle_xor(total, 1 << step)
-        self.write_gain(
-            peak, total, first_head, token, split, splits, sinks, lse, part_lse, out_scale
-        )
+        self.write_gain(peak, total, first_head, token, split, operands, numbers)
         cute.arch.sync_threads()
         self.stage_output(summed)
         cute.arch.sync_threads()
-        if splits == 1:
-            self.write_output(out, first_head, num_heads, token, True)
+        if numbers.splits == 1:
+            self.write_output(operands.out, first_head, num_heads, token, True)
         else:
-            tokens = Int32(out.shape[0])
-            self.write_output(part_out, first_head, num_heads, split * tokens + token, False)
+            row = split * Int32(operands.out.shape[0]) + token
+            self.write_output(operands.part_out, first_head, num_heads, row, False)
 
     def locate(self, tid: Int32) -> None:
         """What follows from the thread's index; computed anew for each tile, not kept in registers.
@@ -291,6 +238,22 @@ class SparseAttention:
         self.group, self.quad = self.lane >> 2, self.lane & 3
         self.row = self.nope + (self.half * 32 + self.group) * NOPE_ROW + self.quarter * 256
         self.flip = self.group ^ (2 * self.quad)
+
+    @cute.jit
+    def load_query(
+        self, query: Any, q: Any, token: Int32, first_head: Int32, num_heads: Any
+    ) -> None:
+        """A fragments of this quarter's dims for every block of eight heads; 0 for absent heads."""
+        row = address(q) + Int64(token) * q.stride[0] * 2
+        for n in cutlass.range_constexpr(self.blocks):
+            head = first_head + n * 8 + self.group
+            mask = choose(head < num_heads, Uint32(0xFFFFFFFF), Uint32(0))
+            start = row + Int64(choose(head < num_heads, head, first_head)) * q.stride[1] * 2
+            self.load_query_nope(query, n, start, mask, 0)
+            if self.quarter < 3:
+                self.load_query_nope(query, n, start, mask, 1)
+            else:
+                self.load_query_rope(query, n, start, mask)
 
     def load_query_nope(self, query: Any, n: int, start: Int64, mask: Uint32, part: int) -> None:
         """A fragments of the two words of a 64-dim part for eight heads; two products each."""
@@ -311,124 +274,101 @@ class SparseAttention:
                 word = Uint32(ptx.global_load_i32(start + Int64(dim) * 2)) & mask
                 query[at + 2 * u] = word
 
-    def fetch_slot(self, lists: Any, limits: Any, tile: Any, upcoming: Any) -> None:
-        """Slot of key `lane` of this warp's half of a tile; -1 where list or pool has none."""
-        window_slots, comp_slots, window_pool, comp_pool = lists
-        token, num_window, num_comp, window_tiles = limits
-        windowed = tile < window_tiles
-        count = choose(windowed, num_window, num_comp)
-        size = self.shape.slot_bytes
-        window_row = address(window_slots) + Int64(token) * window_slots.stride[0] * size
-        comp_row = address(comp_slots) + Int64(token) * comp_slots.stride[0] * size
-        row = choose(windowed, window_row, comp_row)
-        rows = choose(
-            windowed,
-            Int32(window_pool.shape[0]) * self.shape.window_page,
-            Int32(comp_pool.shape[0]) * self.shape.comp_page,
-        )
-        tile_in_list = tile - choose(windowed, Int32(0), window_tiles)
-        place = tile_in_list * TILE + self.half * 32 + self.lane
-        load = ptx.global_load_i64 if size == 8 else ptx.global_load_i32
-        wide = Int64 if size == 8 else Int32
-        slot = load(row + Int64(choose(place < count, place, Int32(0))) * size)
-        inside = (slot >= wide(0)) & (slot < wide(rows))
-        upcoming[0] = choose((place < count) & inside, Int32(slot), Int32(-1))
+    def fetch_slot(self, lists: Any, tile: Any, upcoming: Any) -> None:
+        """Start the load of the slot of key `lane` of this warp's half of a tile."""
+        upcoming[0] = lists.load_slot(tile, self.half * 32 + self.lane)
 
-    def fetch_records(
+    def fetch_scales(
         self,
         lists: Any,
-        limits: Any,
         tile: Any,
-        buffer: Int32,
+        last: Any,
         upcoming: Any,
         listed: Any,
-        words: Any,
+        records: Any,
         scales: Any,
     ) -> None:
-        """Start the loads of 32 keys' records; a key without slot reads row 0 in its place.
+        """Find 32 keys' records and start the loads of their scales, lane l those of key l.
 
-        Offsets inside the pool are counted in 16 bytes.
+        Nothing is read for a key without record, or of tile `last`: its scales are 0, so that its
+        values are 0, and its place is -1.
         """
-        _, _, window_pool, comp_pool = lists
-        windowed = tile < limits[3]
-        pool = choose(windowed, address(window_pool), address(comp_pool))
-        pitch = Int32(choose(windowed, window_pool.stride[0], comp_pool.stride[0])) // 16
-        window_shift = self.shape.window_page.bit_length() - 1
-        comp_shift = self.shape.comp_page.bit_length() - 1
-        shift = choose(windowed, Int32(window_shift), Int32(comp_shift))
-        slot = upcoming[0]
-        bits = ptx.ballot(slot >= 0)
-        listed[0] = bits
-        safe = choose(slot >= 0, slot, Int32(0))
-        page = safe >> shift
-        in_page = safe - (page << shift)
-        start = page * pitch
-        data = start + in_page * (DATA_BYTES // 16)
-        scale = start + (Int32(DATA_BYTES // 16) << shift) + in_page * (SCALE_BYTES // 16)
-        loaded = ptx.global_load_x2(pool + Int64(scale) * 16 + Int64(self.quarter * 8))
-        scales[0] = loaded[0]
-        scales[1] = loaded[1]
-        pool = pool + Int64(self.quarter * 64 + self.quad * 8)
-        for r in range(4):
-            key = r * 8 + self.group
-            record = pool + Int64(ptx.shuffle_index(data, key)) * 16
-            loaded = ptx.global_load_x2(record)
-            words[4 * r] = loaded[0]
-            words[4 * r + 1] = loaded[1]
-            self.fetch_second(r, key, bits, buffer, record, words)
-        cute.arch.cp_async_commit_group()
+        present, data, scale = lists.locate(tile, self.half * 32 + self.lane, upcoming[0])
+        present = present & (tile < last)
+        listed[0] = ptx.ballot(present)
+        records[0] = choose(present, data, Int32(-1))
+        at = lists.pool(tile) + Int64(scale) * 16 + Int64(self.quarter * 8)
+        zero = Uint32(0)
+        scales[0], scales[1] = ptx.global_load_x2_if(present, at, zero, zero)
 
     @cute.jit
-    def fetch_second(
+    def fetch_words(
         self,
         r: cutlass.Constexpr,
-        key: Int32,
-        bits: Uint32,
+        lists: Any,
+        tile: Any,
         buffer: Int32,
-        record: Int64,
+        records: Any,
         words: Any,
     ) -> None:
-        """The other 64 dims: NoPE words to registers, in quarter 3 RoPE to shared memory."""
+        """Start the loads of eight keys: NoPE words to registers, in quarter 3 RoPE
+        to shared memory instead of the other 64 dims."""
+        pool = lists.pool(tile) + Int64(self.quarter * 64 + self.quad * 8)
+        key = r * 8 + self.group
+        place = ptx.shuffle_index(records[0], key)
+        record = pool + Int64(place) * 16
+        self.load_words(place >= 0, record, words, 4 * r)
         if self.quarter < 3:
-            loaded = ptx.global_load_x2(record + 32)
-            words[4 * r + 2] = loaded[0]
-            words[4 * r + 3] = loaded[1]
+            self.load_words(place >= 0, record + 32, words, 4 * r + 2)
         else:
-            size = choose(((bits >> Uint32(key)) & Uint32(1)) != Uint32(0), Int32(16), Int32(0))
-            line = self.rope + buffer * ROPE_TILE + (self.half * 32 + key) * ROPE_ROW
-            first = record + Int64(ROPE_OFFSET - 192 + 8 * self.quad)
-            for c in cutlass.range_constexpr(2):
-                place = line + ((self.quad + 4 * c) ^ self.group) * 16
-                ptx.copy_async_16(place, first + 64 * c, size)
+            self.copy_rope(key, place, record, buffer)
+        if cutlass.const_expr(r == 3):
+            cute.arch.cp_async_commit_group()
+
+    def load_words(self, condition: Any, at: Int64, words: Any, i: int) -> None:
+        """Two words; without the condition they stay what they are."""
+        words[i], words[i + 1] = ptx.global_load_x2_if(condition, at, words[i], words[i + 1])
+
+    def copy_rope(self, key: Int32, place: Int32, record: Int64, buffer: Int32) -> None:
+        """32 bytes a lane of a key's RoPE dims, or zeros for a key without record."""
+        size = choose(place >= 0, Int32(16), Int32(0))
+        line = self.rope + buffer * ROPE_TILE + (self.half * 32 + key) * ROPE_ROW
+        first = record + Int64(ROPE_OFFSET - 192 + 8 * self.quad)
+        for c in range(2):
+            chunk = line + ((self.quad + 4 * c) ^ self.group) * 16
+            ptx.copy_async_16(chunk, first + 64 * c, size)
+
+    def share_scales(self, scales: Any) -> list[Uint32]:
+        """For each of four groups of eight keys, the e4m3 bytes of this lane's two scale groups."""
+        shared = []
+        for r in range(4):
+            key = r * 8 + self.group
+            pair = ptx.shuffle_index(scales[0], key), ptx.shuffle_index(scales[1], key)
+            shared.append(ptx.prmt(*pair, Uint32(self.quad * 17 + 64)))
+        return shared
 
     @cute.jit
     def score_keys(
         self,
         r: cutlass.Constexpr,
         words: Any,
-        scales: Any,
+        scale_bytes: Uint32,
         listed: Uint32,
         query: Any,
-        sums: Any,
         buffer: Int32,
     ) -> None:
-        """Eight keys: dequantise this quarter's dims, store them, multiply them with Q.
-
-        The scale of a key without slot is taken as 0, so that its values are 0.
-        """
-        key = r * 8 + self.group
-        low, high = ptx.shuffle_index(scales[0], key), ptx.shuffle_index(scales[1], key)
-        pair = ptx.prmt(low, high, Uint32(self.quad * 17 + 64))
-        present = ((listed >> Uint32(self.group)) & Uint32(1 << (r * 8))) != Uint32(0)
-        pairs = scale_pairs(choose(present, pair, Uint32(0)))
+        """Eight keys: dequantise this quarter's dims, store them, multiply them with Q."""
+        sums = cute.make_rmem_tensor(4 * self.rows, Float32)
         for i in cutlass.range_constexpr(4 * self.rows):
             sums[i] = Float32(0.0)
-        self.score_part(r, 0, words, pairs[0], query, sums)
+        scaled = scale_pairs(scale_bytes)
+        self.score_part(r, 0, words, scaled[0], query, sums)
         if self.quarter < 3:
-            self.score_part(r, 1, words, pairs[1], query, sums)
+            self.score_part(r, 1, words, scaled[1], query, sums)
         else:
             self.score_rope(r, query, sums, buffer)
-        self.store_scores(r, sums, listed)
+            self.mask_scores(r, sums, listed)
+        self.store_scores(r, sums)
 
     def score_part(
         self, r: int, part: int, words: Any, pair: Uint32, query: Any, sums: Any
@@ -459,18 +399,22 @@ class SparseAttention:
             for c, value in enumerate(ptx.mma_bf16(a, b, old)):
                 sums[4 * m + c] = value
 
-    def store_scores(self, r: int, sums: Any, listed: Uint32) -> None:
-        """This quarter's part of S for eight keys; -inf for a key without slot."""
+    def mask_scores(self, r: int, sums: Any, listed: Uint32) -> None:
+        """-inf for a key without slot; one quarter's part is enough."""
+        mine = listed >> Uint32(2 * self.quad)
+        for y in range(2):
+            present = (mine & Uint32(1 << (r * 8 + y))) != Uint32(0)
+            for n in range(self.blocks):
+                at = 4 * (n // 2) + 2 * (n % 2) + y
+                sums[at] = choose(present, sums[at], Float32(-Float32.inf))
+
+    def store_scores(self, r: int, sums: Any) -> None:
+        """This quarter's part of S for eight keys."""
         row = self.quarter * self.heads + self.group
         place = self.scores + row * SCORE_ROW + (self.half * 32 + r * 8 + 2 * self.quad) * 4
-        mine = listed >> Uint32(2 * self.quad)
         for n in range(self.blocks):
-            pair = []
-            for y in range(2):
-                present = (mine & Uint32(1 << (r * 8 + y))) != Uint32(0)
-                value = sums[4 * (n // 2) + 2 * (n % 2) + y]
-                pair.append(choose(present, value, Float32(-Float32.inf)))
-            ptx.shared_store_f32x2(place + n * 8 * SCORE_ROW, *pair)
+            at = 4 * (n // 2) + 2 * (n % 2)
+            ptx.shared_store_f32x2(place + n * 8 * SCORE_ROW, sums[at], sums[at + 1])
 
     @cute.jit
     def softmax(self, peak: Float32, total: Float32, scale_log2: Float32) -> Any:
@@ -494,10 +438,13 @@ class SparseAttention:
         top = peak
         for s in score:
             top = ptx.maximum(top, s)
-        for step in cutlass.range_constexpr(self.lanes_per_head.bit_length() - 1):
-            top = ptx.maximum(top, ptx.shuffle_xor(top, 1 << step))
-        origin = choose(top == Float32(-Float32.inf), Float32(0.0), top)
-        gain = ptx.exp2(peak - origin)
+        gain = Float32(1.0)
+        if ptx.any_lane(top > peak + Float32(GROWTH)):
+            for step in cutlass.range_constexpr(self.lanes_per_head.bit_length() - 1):
+                top = ptx.maximum(top, ptx.shuffle_xor(top, 1 << step))
+            gain = ptx.exp2(peak - choose(top == Float32(-Float32.inf), Float32(0.0), top))
+            peak = top
+        origin = choose(peak == Float32(-Float32.inf), Float32(0.0), peak)
         weight = [ptx.exp2(s - origin) for s in score]
         total = total * gain
         for w in weight:
@@ -506,7 +453,7 @@ class SparseAttention:
         for i in cutlass.range_constexpr(self.keys_per_lane // 2):
             ptx.shared_store_u32(place + 4 * i, ptx.pack_bf16x2(weight[2 * i], weight[2 * i + 1]))
         ptx.shared_store_f32(self.gains + head * 4, gain)
-        return top, total
+        return peak, total
 
     def accumulate(self, summed: Any, buffer: Int32) -> None:
         """O^T = gain O^T + V^T P^T for this warp's 64 dims."""
@@ -543,30 +490,27 @@ class SparseAttention:
         first_head: Int32,
         token: Int32,
         split: Int32,
-        splits: Int32,
-        sinks: Any,
-        lse: Any,
-        part_lse: Any,
-        out_scale: Float32,
+        operands: Operands,
+        numbers: Numbers,
     ) -> None:
         """Last factor of each head's sums to shared memory, its log-sum-exp to global memory."""
         local = self.tid >> (self.lanes_per_head.bit_length() - 1)
         head = first_head + local
-        num_heads = lse.shape[1]
+        num_heads = operands.lse.shape[1]
         present = head < num_heads
         origin = choose(peak == Float32(-Float32.inf), Float32(0.0), peak)
         log_sum = origin + ptx.log2(total)
         gain = Float32(1.0) / total
-        if splits == 1:
+        if numbers.splits == 1:
             at = (Int64(token) * num_heads + head) * 4
-            ptx.global_store_f32_if(present, address(lse) + at, log_sum * Float32(LN2))
+            ptx.global_store_f32_if(present, address(operands.lse) + at, log_sum * Float32(LN2))
             sink_at = Int64(choose(present, head, first_head)) * 4
-            sink = ptx.global_load_f32(address(sinks) + sink_at)
-            gain = out_scale / (total + ptx.exp2(sink * Float32(LOG2_E) - origin))
+            sink = ptx.global_load_f32(address(operands.sinks) + sink_at)
+            gain = numbers.out_scale / (total + ptx.exp2(sink * Float32(LOG2_E) - origin))
         else:
-            row = split * Int32(lse.shape[0]) + token
+            row = split * Int32(operands.lse.shape[0]) + token
             at = (Int64(row) * num_heads + head) * 4
-            ptx.global_store_f32_if(present, address(part_lse) + at, log_sum)
+            ptx.global_store_f32_if(present, address(operands.part_lse) + at, log_sum)
         gain = choose(total == Float32(0.0), Float32(0.0), gain)
         ptx.shared_store_f32(self.gains + local * 4, gain)
 
@@ -618,35 +562,5 @@ class SparseAttention:
 @compiled_kernel
 def compile_sparse_attention(arch: str, shape: Shape) -> Any:
     """Compile for an architecture and a static shape, from fake tensors; needs no GPU."""
-    tokens, heads = cute.sym_int64(), cute.sym_int64()
-    slot = Int64 if shape.slot_bytes == 8 else Int32
-
-    def tensor(dtype: Any, rank: int, align: int, unit: int = 1) -> Any:
-        """[..., last contiguous], every other stride a multiple of `unit`."""
-        sizes = tuple(cute.sym_int64() for _ in range(rank))
-        strides: Any = (*(cute.sym_int64(divisibility=unit) for _ in range(rank - 1)), 1)
-        return make_fake_tensor(dtype, sizes, strides, assumed_align=align)
-
-    def compact(dtype: Any, sizes: tuple, align: int) -> Any:
-        order = tuple(reversed(range(len(sizes))))
-        return make_fake_compact_tensor(dtype, sizes, stride_order=order, assumed_align=align)
-
-    return compile_for(
-        arch,
-        SparseAttention(shape),
-        tensor(BFloat16, 3, 16, 8),
-        tensor(slot, 2, shape.slot_bytes),
-        tensor(slot, 2, shape.slot_bytes),
-        tensor(cutlass.Uint8, 2, 16, 16),
-        tensor(cutlass.Uint8, 2, 16, 16),
-        compact(Float32, (cute.sym_int64(),), 4),
-        compact(BFloat16, (tokens, heads, HEAD_DIM), 16),
-        compact(Float32, (tokens, heads), 4),
-        compact(Float32, (cute.sym_int64(), HEAD_DIM), 16),
-        compact(Float32, (cute.sym_int64(),), 4),
-        Int32(0),
-        Int32(0),
-        Int32(1),
-        Float32(1.0),
-        Float32(1.0),
-    )
+    operands = fake_operands(shape.lists.slot_bytes)
+    return compile_for(arch, SparseAttention(shape), operands, fake_numbers())

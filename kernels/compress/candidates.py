@@ -1,161 +1,254 @@
-"""Device side of the window softmax: candidate rows, and softmax sums that can be merged.
+"""Device side of the window softmax: candidate rows of one thread, and their sums.
 
-A lane owns LANE = 8 consecutive channels, 16 bytes of bf16. Candidates are taken CHUNK = 4 at a
-time: all their loads are issued before the first is used, without a branch, each switched off by
-its predicate where the row lies elsewhere. The sums of a channel are (peak, total, weighted): the
-softmax is invariant to the peak, so partial sums merge exactly as in online softmax. Whether a row
-comes from the batch or from the state changes no rounding: chunked and whole prefill agree bit for
-bit.
+A thread owns LANE = 4 consecutive channels of COUNT = 8 candidates. Where all of them are rows of
+the batch, it takes all 16 vectors of kv and gate into flight at once, 8 bytes each of bf16, with
+the ones of absent rows switched off. If a candidate is a row of the state, every candidate is read
+in steps of one or two channels instead: one address and one load whatever the row's kind, so that
+no load waits for another. The steps after the first find their lines in L1.
+
+The sums of a channel are (peak, total, weighted). Whether a row comes from the batch or from the
+state changes no rounding: chunked and whole prefill agree bit for bit.
 """
 
+from collections.abc import Sequence
 from typing import Any
 
-import torch
-from cutlass import Float32, Int32, Int64, Uint32, cute, range_constexpr
+from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
 
 from sglang_dsv4.kernels import cute_math as cm
-from sglang_dsv4.kernels.operands import VECTOR_BYTES
+from sglang_dsv4.kernels.compress.operands import Operands
 
-LANE = 8
-CHUNK = 4
+LANE = 4
+COUNT = 8
 SUMS = 3
-# Two bf16 or one float32 of minus infinity.
-_MINUS_INFINITY = {torch.bfloat16: 0xFF80FF80, torch.float32: 0xFF800000}
+_MINUS_INFINITY = 0xFF800000
+# Two bf16 of minus infinity.
+_MINUS_INFINITIES = 0xFF80FF80
 
 
-def empty_sums() -> cute.Tensor:
-    """Sums of no candidates: peak -inf, total 0, weighted 0 for each channel; [SUMS, LANE]."""
-    sums = cute.make_rmem_tensor(cute.make_layout((SUMS, LANE)), Float32)
-    for i in range(LANE):
-        sums[0, i] = Float32(float("-inf"))
-        sums[1, i] = Float32(0.0)
-        sums[2, i] = Float32(0.0)
-    return sums
-
-
-def _read_batch(
-    condition: Any, tensor: cute.Tensor, offset: Int64, dtype: torch.dtype, absent: int
-) -> list[Float32]:
-    """LANE values at an element offset, or those of the word `absent`, as float32."""
-    per_load = VECTOR_BYTES // dtype.itemsize
-    values: list[Float32] = []
-    for start in range(0, LANE, per_load):
-        pointer = cm.element_pointer(tensor, offset + start, VECTOR_BYTES)
-        words = cm.load_words_if(condition, pointer, [Uint32(absent)] * 4)
-        for word in words:
-            values += cm.bf16_values(word) if per_load == LANE else [cm.float_of(word)]
-    return values
-
-
-def _read_state(
-    condition: Any, state: cute.Tensor, offset: Int64, otherwise: list[Float32]
-) -> list[Float32]:
-    """LANE values of the state at an element offset, or `otherwise`."""
-    values: list[Float32] = []
-    for start in range(0, LANE, 4):
-        pointer = cm.element_pointer(state, offset + start, VECTOR_BYTES)
-        kept = [cm.word_of(value) for value in otherwise[start : start + 4]]
-        values += [cm.float_of(word) for word in cm.load_words_if(condition, pointer, kept)]
-    return values
-
-
-class Candidates:
-    """Reads the candidate rows of one dtype and width."""
-
-    def __init__(self, dtype: torch.dtype, width: int) -> None:
-        self.dtype, self.width = dtype, width
-
-    @cute.jit
-    def add_chunk(
-        self,
-        sums: cute.Tensor,
-        kv: cute.Tensor,
-        gate: cute.Tensor,
-        bias: cute.Tensor,
-        state: cute.Tensor,
-        sources: cute.Tensor,
-        channel: Int32,
-        bias_row: Int32,
-    ) -> None:
-        """Add CHUNK candidates to the sums.
-
-        sources: registers [CHUNK], as `CompressPlan.source`; channel: this lane's first column;
-        bias_row: place of the first candidate in its window, its position modulo the ratio.
-        """
-        tokens = cm.rows_in(kv)
-        values = cute.make_rmem_tensor(cute.make_layout((CHUNK, LANE)), Float32)
-        gates = cute.make_rmem_tensor(cute.make_layout((CHUNK, LANE)), Float32)
-        from_state = Int32(0)
-        for j in range_constexpr(CHUNK):
-            row: Any = sources[j]
-            in_batch = (row >= Int64(0)) & (row < tokens)
-            from_state = from_state | Int32(row >= tokens)
-            absent = _MINUS_INFINITY[self.dtype]
-            offset = row * cm.stride_of(kv) + channel
-            found = _read_batch(in_batch, kv, offset, self.dtype, 0)
-            offset = row * cm.stride_of(gate) + channel
-            other = _read_batch(in_batch, gate, offset, self.dtype, absent)
-            place = (bias_row + j) * self.width + channel
-            added = cm.load_float(cm.element_pointer(bias, place, VECTOR_BYTES), LANE)
-            for i in range_constexpr(LANE):
-                values[j, i] = found[i]
-                gates[j, i] = cm.add_rn(other[i], added[i])
-        if from_state != 0:
-            for j in range_constexpr(CHUNK):
-                row = sources[j] - tokens
-                waits = row >= Int64(0)
-                offset = row * cm.stride_of(state) + channel
-                found = _read_state(waits, state, offset, [values[j, i] for i in range(LANE)])
-                offset = offset + self.width
-                other = _read_state(waits, state, offset, [gates[j, i] for i in range(LANE)])
-                for i in range_constexpr(LANE):
-                    values[j, i] = found[i]
-                    gates[j, i] = other[i]
-        for i in range_constexpr(LANE):
-            peak: Any = sums[0, i]
-            for j in range_constexpr(CHUNK):
-                peak = cute.arch.fmax(peak, gates[j, i])
-            base = _finite_peak(peak)
-            keep = cm.exp2((sums[0, i] - base) * Float32(cm.LOG2_E))
-            total, weighted = sums[1, i] * keep, sums[2, i] * keep
-            for j in range_constexpr(CHUNK):
-                weight = cm.exp2((gates[j, i] - base) * Float32(cm.LOG2_E))
-                total = total + weight
-                weighted = weighted + weight * values[j, i]
-            sums[0, i], sums[1, i], sums[2, i] = peak, total, weighted
-
-
-def _finite_peak(peak: Float32) -> Float32:
+def finite_peak(peak: Float32) -> Float32:
     """The peak to subtract: 0 where there is no candidate, so that -inf - base is no NaN."""
     return cm.select(peak == Float32(float("-inf")), Float32(0.0), peak)
 
 
-def merge_sums(sums: cute.Tensor, others: cute.Tensor) -> None:
-    """Add the sums of other candidates of the same channels."""
-    for i in range(LANE):
-        peak = cute.arch.fmax(sums[0, i], others[0, i])
-        base = _finite_peak(peak)
-        ours = cm.exp2((sums[0, i] - base) * Float32(cm.LOG2_E))
-        theirs = cm.exp2((others[0, i] - base) * Float32(cm.LOG2_E))
-        sums[1, i] = sums[1, i] * ours + others[1, i] * theirs
-        sums[2, i] = sums[2, i] * ours + others[2, i] * theirs
-        sums[0, i] = peak
+def scaled_exp(gate: Float32, base: Float32) -> Float32:
+    """exp(gate - base)."""
+    return cm.exp2((gate - base) * Float32(cm.LOG2_E))
 
 
-def merge_lanes(sums: cute.Tensor, distance: int) -> None:
-    """Add the sums of the lane whose number differs in the bit `distance`."""
-    others = cute.make_rmem_tensor(cute.make_layout((SUMS, LANE)), Float32)
-    for k in range(SUMS):
-        for i in range(LANE):
-            others[k, i] = cute.arch.shuffle_sync_bfly(sums[k, i], distance)
-    merge_sums(sums, others)
+def weights_of(gates: Sequence[Float32]) -> tuple[Float32, list[Float32]]:
+    """Peak of one channel's gates, and exp(gate - peak) of each."""
+    peak = gates[0]
+    for gate in gates[1:]:
+        peak = cute.arch.fmax(peak, gate)
+    base = finite_peak(peak)
+    return peak, [scaled_exp(gate, base) for gate in gates]
 
 
-def weighted_means(sums: cute.Tensor) -> list[Float32]:
-    """Weighted sum over total of each channel; a window without candidates gives 0."""
-    means = []
-    for i in range(LANE):
-        total = cm.float_at(sums, (1, i))
-        divisor = cm.select(total == Float32(0.0), Float32(1.0), total)
-        means.append(cm.div_rn(cm.float_at(sums, (2, i)), divisor))
-    return means
+def weighted_sums(
+    weights: Sequence[Float32], values: Sequence[Float32]
+) -> tuple[Float32, Float32]:
+    """Sum of the weights, and of the weighted values."""
+    total, weighted = Float32(0.0), Float32(0.0)
+    for weight, value in zip(weights, values, strict=True):
+        total = total + weight
+        weighted = weighted + weight * value
+    return total, weighted
+
+
+def mean_of(total: Float32, weighted: Float32) -> Float32:
+    """Softmax-weighted mean; a window without candidates gives 0."""
+    divisor = cm.select(total == Float32(0.0), Float32(1.0), total)
+    return cm.div_rn(weighted, divisor)
+
+
+class Candidates:
+    """Reads the candidate rows of kv and gate with `width` columns, bf16 or float32.
+
+    channels, series, places: each candidate's first column for this thread is channel + series[j];
+    its place in the window, its position modulo the ratio, is place + places[j]. step: channels
+    that are read at once where a candidate is a row of the state, 1 or 2.
+    """
+
+    def __init__(
+        self, is_bf16: bool, width: int, series: list[int], places: list[int], step: int
+    ) -> None:
+        self.is_bf16, self.width, self.step = is_bf16, width, step
+        self.series, self.places = series, places
+        self.item = 2 if is_bf16 else 4
+
+    @cute.jit
+    def add(
+        self,
+        sums: cute.Tensor,
+        operands: Operands,
+        rows: list[Int32],
+        channel: Int32,
+        place: Int32,
+        waits: list[Any],
+        zero: Uint32,
+    ) -> None:
+        """Sums [SUMS, LANE] of COUNT candidates.
+
+        rows: as `CompressPlan.source`; waits: registers that later steps need, whose loads are to
+        be in flight with these.
+        """
+        last = rows[0]
+        for j in range_constexpr(1, COUNT):
+            last = cm.select(rows[j] > last, rows[j], last)
+        if last < tokens_of(operands):
+            self.add_batch(sums, operands, rows, channel, place, waits, zero)
+        else:
+            self.add_mixed(sums, operands, rows, channel, place, waits, zero)
+
+    @cute.jit
+    def add_batch(
+        self,
+        sums: cute.Tensor,
+        operands: Operands,
+        rows: list[Int32],
+        channel: Int32,
+        place: Int32,
+        waits: list[Any],
+        zero: Uint32,
+    ) -> None:
+        """All candidates are rows of the batch or absent."""
+        size = LANE * self.item // 4
+        absent = _MINUS_INFINITIES if self.is_bf16 else _MINUS_INFINITY
+        found = []
+        for tensor, nothing in ((operands.gate, absent), (operands.kv, 0)):
+            base, pitch = cm.address_of(tensor, channel), row_bytes(tensor)
+            for j in range_constexpr(COUNT):
+                address = base + Int64(rows[j]) * pitch + self.series[j] * self.item
+                empty = [Uint32(nothing)] * size
+                found.append(cm.load_words_if(rows[j] >= 0, address, empty))
+        first = cm.float_of(found[0][0])
+        first = cm.after_loads(first, [*waits, *[words[0] for words in found]], zero)
+        found[0][0] = cm.word_of(first)
+        half = size // 2
+        kind = operands.kv.element_type
+        for part in range_constexpr(2):
+            bias = self.bias_of(operands, channel, place, 2 * part, 2)
+            wide = [cm.floats_in(words[half * part : half * (part + 1)], kind) for words in found]
+            for i in range_constexpr(2):
+                gates = [cm.add_rn(wide[j][i], bias[j][i]) for j in range(COUNT)]
+                values = [wide[COUNT + j][i] for j in range(COUNT)]
+                peak, weights = weights_of(gates)
+                total, weighted = weighted_sums(weights, values)
+                sums[0, 2 * part + i], sums[1, 2 * part + i] = peak, total
+                sums[2, 2 * part + i] = weighted
+
+    @cute.jit
+    def add_mixed(
+        self,
+        sums: cute.Tensor,
+        operands: Operands,
+        rows: list[Int32],
+        channel: Int32,
+        place: Int32,
+        waits: list[Any],
+        zero: Uint32,
+    ) -> None:
+        """Some candidate is a row of the state."""
+        tokens = tokens_of(operands)
+        kept_pitch = row_bytes(operands.state)
+        units, known, ours = [], Uint32(0), Uint32(0)
+        for j in range_constexpr(COUNT):
+            # Rows are 16-byte aligned: in such units offsets stay below 2^32.
+            in_batch = rows[j] < tokens
+            number = cm.select(in_batch, rows[j], rows[j] - tokens)
+            units.append(
+                number * cm.select(in_batch, row_bytes(operands.kv) // 16, kept_pitch // 16)
+            )
+            known = known | (Uint32(rows[j] >= 0) << j)
+            ours = ours | (Uint32((rows[j] >= 0) & in_batch) << j)
+        for start in range_constexpr(0, LANE, self.step):
+            found = self.load_step(operands, True, known, ours, units, channel, start)
+            loaded = [*waits]
+            if const_expr(self.step == 2):
+                others = self.load_step(operands, False, known, ours, units, channel, start)
+                loaded += [words[0] for words in others]
+            first_gate = cm.float_of(found[0][0])
+            loaded += [words[0] for words in found]
+            found[0][0] = cm.word_of(cm.after_loads(first_gate, loaded, zero))
+            bias = self.bias_of(operands, channel, place, start, self.step)
+            sets = []
+            for i in range_constexpr(self.step):
+                gates = []
+                for j in range_constexpr(COUNT):
+                    gate = self.value_of(found[j], cm.has_bit(ours, j), start, i)
+                    biased = cm.add_rn(gate, bias[j][i])
+                    gates.append(cm.select(cm.has_bit(ours, j), biased, gate))
+                sets.append(weights_of(gates))
+            if const_expr(self.step == 1):
+                # Few registers: kv only when the gates are done with.
+                others = self.load_step(operands, False, known, ours, units, channel, start)
+            for i in range_constexpr(self.step):
+                peak, weights = sets[i]
+                values = [
+                    self.value_of(others[j], cm.has_bit(ours, j), start, i) for j in range(COUNT)
+                ]
+                total, weighted = weighted_sums(weights, values)
+                sums[0, start + i], sums[1, start + i], sums[2, start + i] = peak, total, weighted
+
+    def load_step(
+        self,
+        operands: Operands,
+        gate: bool,
+        known: Uint32,
+        ours: Uint32,
+        units: list[Int32],
+        channel: Int32,
+        start: int,
+    ) -> list[list[Uint32]]:
+        """`step` words of each candidate's gate or kv from channel `start` of this thread on.
+
+        known: bit j says that candidate j is a row; ours: that it is one of the batch; units: 16-byte units from the first row to each row. Of a
+        bf16 row of the batch these words are all of LANE or, with one word, the channel's pair.
+        """
+        tensor = operands.gate if gate else operands.kv
+        skipped = 4 * start
+        if self.is_bf16:
+            skipped = 0 if self.step == 2 else start // 2 * 4
+        in_batch = cm.address_of(tensor, channel) + skipped
+        first = start + (self.width if gate else 0)
+        in_state = cm.address_of(operands.state, channel) + 4 * first
+        empty = [Uint32(_MINUS_INFINITY if gate else 0)] * self.step
+        found = []
+        for j, (unit, series) in enumerate(zip(units, self.series, strict=True)):
+            base = cm.select(
+                cm.has_bit(ours, j), in_batch + series * self.item, in_state + series * 4
+            )
+            address = base + Int64(Uint32(unit)) * 16
+            found.append(cm.load_words_if(cm.has_bit(known, j), address, empty, reused=True))
+        return found
+
+    def value_of(self, words: list[Uint32], is_ours: Any, start: int, i: int) -> Float32:
+        """Channel start + i of a candidate from the words of one step."""
+        wide = cm.float_of(words[i])
+        if not self.is_bf16:
+            return wide
+        word = words[start // 2] if self.step == 2 else words[0]
+        return cm.select(is_ours, cm.bf16_values(word)[(start + i) % 2], wide)
+
+    def bias_of(
+        self, operands: Operands, channel: Int32, place: Int32, start: int, count: int
+    ) -> list[list[Float32]]:
+        """Gate bias of `count` channels of each candidate."""
+        first = cm.address_of(operands.bias, place * self.width + channel)
+        rows = []
+        for series, distance in zip(self.series, self.places, strict=True):
+            address = first + 4 * (distance * self.width + series + start)
+            rows.append([cm.float_of(word) for word in cm.load_words(address, count)])
+        return rows
+
+
+def tokens_of(operands: Operands) -> Int32:
+    """Rows of the batch."""
+    return Int32(cm.rows_in(operands.kv))
+
+
+def row_bytes(tensor: cute.Tensor) -> Int32:
+    """Distance of neighbouring rows in bytes, below 2^31."""
+    width: Any = tensor.element_type.width
+    return Int32(cm.stride_of(tensor)) * (width // 8)

@@ -1,44 +1,39 @@
 """compress_store on a GPU: form and insert the windows that a batch closes, then write the state.
 
 Two launches on one stream, so that every state read comes before every state write; `windows` and
-`state` hold the kernels with their rooflines. Nothing depends on values of the plan on the host, so
-both can be captured in a CUDA graph.
+`tail` hold the kernels. Nothing depends on values of the plan on the host, so both can be captured
+in a CUDA graph.
 """
 
 from typing import Any
 
 import torch
-from cutlass import Float32
+from cutlass import Float32, Int32
 from torch import Tensor
 
 from sglang_dsv4.cache.kv_layout import IndexerLayout, RecordLayout
 from sglang_dsv4.errors import UnsupportedError
-from sglang_dsv4.kernels.compress.finish import ROPE_DIM, Finish
-from sglang_dsv4.kernels.compress.state import WriteState
-from sglang_dsv4.kernels.compress.windows import FullWindows, OverlapWindows
-from sglang_dsv4.kernels.hardware import current_arch
-from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
-from sglang_dsv4.kernels.operands import (
-    aligned_rows,
-    fake_rows,
-    fake_vector,
-    index_vector,
-    require_rows,
+from sglang_dsv4.kernels.compress.candidates import LANE
+from sglang_dsv4.kernels.compress.operands import (
+    FULL_RATIO,
+    Operands,
+    fake_operands,
+    pool_align,
 )
+from sglang_dsv4.kernels.compress.tail import Tail
+from sglang_dsv4.kernels.compress.windows import (
+    MANY,
+    THREADS,
+    FEW,
+    FullWindows,
+    OverlapWindows,
+)
+from sglang_dsv4.kernels.hardware import current_arch, num_sms
+from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
+from sglang_dsv4.kernels.operands import aligned_rows, index_vector, require_rows
 from sglang_dsv4.kernels.reference.compress import OVERLAP_RATIO, CompressPlan
 
-RATIOS = (OVERLAP_RATIO, 128)
-
-
-def _width(ratio: int, layout: RecordLayout | IndexerLayout) -> int:
-    """Columns of kv and gate: two series for the overlapping ratio."""
-    return layout.head_dim * (2 if ratio == OVERLAP_RATIO else 1)
-
-
-def _fake_operands(dtype: torch.dtype, ratio: int, width: int) -> list[Any]:
-    """Fake kv, gate and position bias."""
-    bias = fake_vector(torch.float32, ratio * width)
-    return [fake_rows(dtype, width), fake_rows(dtype, width), bias]
+RATIOS = (OVERLAP_RATIO, FULL_RATIO)
 
 
 @compiled_kernel
@@ -48,37 +43,28 @@ def compile_windows(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     layout: RecordLayout | IndexerLayout,
+    resident: int,
 ) -> Any:
-    """Compile the window kernel for one architecture, ratio, types and layout; needs no GPU."""
-    width = _width(ratio, layout)
+    """Compile the first launch for one architecture, ratio, types and layout; needs no GPU.
+
+    resident: threads that an SM is to hold, FEW or MANY.
+    """
     windows: Any = OverlapWindows if ratio == OVERLAP_RATIO else FullWindows
-    return compile_for(
-        arch,
-        windows(dtype, layout),
-        *_fake_operands(dtype, ratio, width),
-        fake_rows(torch.float32, 2 * width),
-        fake_rows(torch.int64, 2 * OVERLAP_RATIO if ratio == OVERLAP_RATIO else ratio),
-        fake_vector(torch.int64),
-        fake_vector(torch.int64),
-        fake_vector(weight_dtype, layout.head_dim),
-        fake_rows(torch.float32, ROPE_DIM),
-        fake_rows(torch.uint8, layout.page_bytes, Finish(layout).pool_align),
-        Float32(0.0),
-    )
+    host = windows(dtype is torch.bfloat16, layout, resident)
+    return compile_for(arch, host, fake_operands(ratio, dtype, weight_dtype, layout), Float32(0.0))
 
 
 @compiled_kernel
-def compile_write_state(arch: str, ratio: int, dtype: torch.dtype, width: int) -> Any:
-    """Compile the state write for one architecture, ratio, type and width; needs no GPU."""
-    return compile_for(
-        arch,
-        WriteState(ratio, width),
-        *_fake_operands(dtype, ratio, width),
-        fake_vector(torch.int64),
-        fake_rows(torch.float32, 2 * width),
-        fake_vector(torch.int64),
-        fake_vector(torch.int64),
-    )
+def compile_tail(
+    arch: str,
+    ratio: int,
+    dtype: torch.dtype,
+    weight_dtype: torch.dtype,
+    layout: RecordLayout | IndexerLayout,
+) -> Any:
+    """Compile the second launch for one architecture, ratio, types and layout; needs no GPU."""
+    operands = fake_operands(ratio, dtype, weight_dtype, layout)
+    return compile_for(arch, Tail(ratio, layout), operands, Float32(0.0), Int32(1))
 
 
 def compress_store(
@@ -108,38 +94,44 @@ def compress_store(
     that is not aligned.
     """
     _check(kv, gate, plan.ratio, layout)
-    require_rows(pool, Finish(layout).pool_align)
+    require_rows(pool, pool_align(layout))
     require_rows(state, 16)
-    arch, width = current_arch(), _width(plan.ratio, layout)
     if kv.shape[0] == 0:
         # A window closes with a token of the batch.
         return
     kv, gate = aligned_rows(kv), aligned_rows(gate)
-    bias = position_bias.to(torch.float32).contiguous().view(-1)
-    if plan.slots.numel():
-        compile_windows(arch, plan.ratio, kv.dtype, norm_weight.dtype, layout)(
-            kv,
-            gate,
-            bias,
-            state,
-            aligned_rows(index_vector(plan.source)),
-            index_vector(plan.positions),
-            index_vector(plan.slots),
-            norm_weight,
-            table,
-            pool[:, : layout.page_bytes],
-            eps,
-        )
-    if plan.write_locs.numel():
-        compile_write_state(arch, plan.ratio, kv.dtype, width)(
-            kv,
-            gate,
-            bias,
-            index_vector(positions),
-            state,
-            index_vector(plan.write_rows),
-            index_vector(plan.write_locs),
-        )
+    if kv.stride(0) != gate.stride(0):
+        kv, gate = kv.contiguous(), gate.contiguous()
+    windows, full = plan.slots.numel(), plan.ratio == FULL_RATIO
+    operands = Operands(
+        kv=kv,
+        gate=gate,
+        bias=position_bias.to(torch.float32).contiguous().view(-1),
+        state=state,
+        source=aligned_rows(index_vector(plan.source)),
+        positions=index_vector(plan.positions),
+        slots=index_vector(plan.slots),
+        norm_weight=norm_weight,
+        table=table,
+        pool=pool[:, : layout.page_bytes],
+        means=kv.new_empty((windows if full else 0, layout.head_dim), dtype=torch.float32),
+        token_positions=index_vector(positions),
+        write_rows=index_vector(plan.write_rows),
+        write_locs=index_vector(plan.write_locs),
+    )
+    key = (current_arch(), plan.ratio, kv.dtype, norm_weight.dtype, layout)
+    if windows:
+        compile_windows(*key, _resident(kv, windows, layout))(operands, eps)
+    if plan.write_locs.numel() or (windows and full):
+        compile_tail(*key)(operands, eps, int(windows > 0))
+
+
+def _resident(kv: Tensor, windows: int, layout: RecordLayout | IndexerLayout) -> int:
+    """Threads of an SM: few with many registers, unless ratio 4 then takes more than one wave."""
+    blocks = -(-windows * layout.head_dim // (LANE * THREADS))
+    wide = FEW // THREADS * num_sms(kv.device.index)
+    # The sixteen vectors of a float32 thread alone fill 64 registers.
+    return MANY if blocks > wide and kv.dtype is torch.bfloat16 else FEW
 
 
 def _check(kv: Tensor, gate: Tensor, ratio: int, layout: RecordLayout | IndexerLayout) -> None:

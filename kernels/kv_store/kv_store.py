@@ -23,14 +23,21 @@ boundary of its code or of its group's scale may take the neighbouring one.
 from typing import Any
 
 import torch
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_constexpr
+from cutlass import Float32, Int64, cute
 from torch import Tensor
 
-from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
+from sglang_dsv4.cache.kv_layout import RecordLayout
 from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.kernels import cute_math as cm
 from sglang_dsv4.kernels.hardware import current_arch
 from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
+from sglang_dsv4.kernels.kv_store.record import (
+    RecordWriter,
+    is_stored,
+    load_rotation,
+    normalised,
+    rotate_tail,
+)
 from sglang_dsv4.kernels.operands import (
     VECTOR_BYTES,
     aligned_rows,
@@ -43,6 +50,10 @@ from sglang_dsv4.kernels.operands import (
 HEAD_DIM = 512
 LANE = 16
 WARPS = 4
+# At most 64 registers a thread: 4096 tokens are 1024 blocks, which fit one wave of 132 SMs.
+BLOCKS_PER_SM = 8
+# No shared memory: all of it is L1. Unset, the compiler asks a driver for the number.
+SHARED_PERCENT = 0
 
 
 class KvStore:
@@ -50,8 +61,7 @@ class KvStore:
 
     def __init__(self, layout: RecordLayout) -> None:
         self.layout = layout
-        self.nvfp4 = layout.format is KVFormat.NVFP4
-        self.first_rope_lane = layout.nope_dim // LANE
+        self.writer = RecordWriter(layout, LANE)
 
     @cute.jit
     def __call__(
@@ -68,7 +78,12 @@ class KvStore:
         """Launch one warp a token."""
         blocks = (cute.size(slots) + WARPS - 1) // WARPS
         self.kernel(kv, norm_weight, positions, table, slots, pool, eps).launch(
-            grid=[blocks, 1, 1], block=[32 * WARPS, 1, 1], stream=stream
+            grid=[blocks, 1, 1],
+            block=[32 * WARPS, 1, 1],
+            stream=stream,
+            min_blocks_per_mp=BLOCKS_PER_SM,
+            preferred_smem_carveout=SHARED_PERCENT,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -83,73 +98,31 @@ class KvStore:
         eps: Float32,
     ) -> None:
         """One token a warp."""
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         thread, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         lane = thread % 32
         token = block * WARPS + thread // 32
         if token < cute.size(slots):
-            slot = slots[token]
-            position = positions[token]
+            slot = cm.load_integers(cm.address_of(slots, token), 1)[0]
+            position = cm.load_integers(cm.address_of(positions, token), 1)[0]
             offset = Int64(token) * cm.stride_of(kv) + lane * LANE
-            values = cm.load_float(cm.element_pointer(kv, offset, VECTOR_BYTES), LANE)
-            weight = cm.load_float(cm.element_pointer(norm_weight, lane * LANE, VECTOR_BYTES), LANE)
-            limit = cm.rows_in(pool) * self.layout.page_size
-            if slot >= Int64(0) and slot < limit:
-                mean = cm.lane_sum(cm.sum_of_squares(values), 32) * Float32(1.0 / HEAD_DIM)
-                factor = cm.rsqrt(cm.add_rn(mean, eps))
-                latent = cute.make_rmem_tensor(cute.make_layout(LANE), Float32)
-                for i in range_constexpr(LANE):
-                    latent[i] = cm.mul_rn(cm.mul_rn(values[i], factor), weight[i])
-                if lane >= self.first_rope_lane:
-                    self.rotate(latent, table, position, lane - self.first_rope_lane)
-                index = Int32(slot)
-                page = index // self.layout.page_size
-                base = Int64(page) * cm.stride_of(pool)
-                self.store(latent, pool, base, index % self.layout.page_size, lane)
-
-    @cute.jit
-    def rotate(
-        self, latent: cute.Tensor, table: cute.Tensor, position: Int64, rope_lane: Int32
-    ) -> None:
-        """RoPE of one lane's eight pairs, in place."""
-        pairs = LANE // 2
-        offset = position * cm.stride_of(table) + rope_lane * pairs
-        cos = cm.load_float(cm.element_pointer(table, offset, VECTOR_BYTES), pairs)
-        half = self.layout.rope_dim // 2
-        sin = cm.load_float(cm.element_pointer(table, offset + half, VECTOR_BYTES), pairs)
-        rotated = cm.rotate_pairs(cm.floats_of(latent, 0, LANE), cos, sin, inverse=False)
-        for i in range_constexpr(LANE):
-            latent[i] = rotated[i]
-
-    @cute.jit
-    def store(
-        self, latent: cute.Tensor, pool: cute.Tensor, base: Int64, row: Int32, lane: Int32
-    ) -> None:
-        """Encode one lane's values and write them to row `row` of the page at byte `base`."""
-        values = cm.floats_of(latent, 0, LANE)
-        data = base + row * self.layout.data_bytes
-        pairs = [cm.bf16_pair(values[2 * i], values[2 * i + 1]) for i in range(LANE // 2)]
-        if const_expr(self.nvfp4):
-            words, byte = cm.nvfp4_encode(values, cm.absolute_max(values))
-            others = [cute.arch.shuffle_sync_down(word, 1) for word in words]
-            scale = cm.select(lane < self.first_rope_lane, byte, Uint32(0)) << (8 * (lane % 4))
-            scale = scale | cute.arch.shuffle_sync_bfly(scale, 1)
-            scale = scale | cute.arch.shuffle_sync_bfly(scale, 2)
-            if lane < self.first_rope_lane:
-                if lane % 2 == 0:
-                    target = cm.element_pointer(pool, data + lane * (LANE // 2), VECTOR_BYTES)
-                    cm.store_vector(cm.words_of(target), [*words, *others])
-            else:
-                rope = data + self.layout.nope_bytes + (lane - self.first_rope_lane) * (2 * LANE)
-                target = cm.element_pointer(pool, rope, VECTOR_BYTES)
-                cm.store_vector(cm.words_of(target), pairs)
-            if lane % 4 == 0:
-                offset = base + self.layout.scale_offset(0) + row * self.layout.scale_bytes
-                target = cm.element_pointer(pool, offset + lane, 4)
-                cm.store_vector(cm.words_of(target), [scale])
-        else:
-            target = cm.element_pointer(pool, data + lane * (2 * LANE), VECTOR_BYTES)
-            cm.store_vector(cm.words_of(target), pairs)
+            row = cm.load_values(kv, offset, LANE)
+            scales = cm.load_values(norm_weight, lane * LANE, LANE)
+            # A padding token does the same work up to the stores: nothing branches on its slot.
+            stored = is_stored(slot, pool, self.layout.page_size)
+            rope_lane = lane - self.writer.first_rope_lane
+            cos, sin = load_rotation(table, position, rope_lane, LANE, stored)
+            values = cm.floats_in(row, kv.element_type)
+            mean = cm.lane_sum(cm.sum_of_squares(values), 32) * Float32(1.0 / HEAD_DIM)
+            # Or the row of the table would be asked for after the sum.
+            zero = cm.hidden_zero(eps)
+            mean = cm.after_loads(mean, [*cos[::4], *sin[::4], *scales[::4]], zero)
+            weight = cm.floats_in(scales, norm_weight.element_type)
+            latent = normalised(values, weight, mean, eps)
+            rotate_tail(latent, LANE, cos, sin, rope_lane)
+            self.writer.insert(latent, pool, slot, lane, stored)
 
 
 @compiled_kernel

@@ -4,6 +4,7 @@ A layer's pass through here is: ``store_window`` -> ``compress`` -> (CSA) ``sele
 Prefill and decode are the same operation on other slot lists (``metadata``).
 """
 
+import logging
 from typing import TYPE_CHECKING
 
 import torch
@@ -23,12 +24,14 @@ from sglang_dsv4.attention.metadata import (
 from sglang_dsv4.attention.warm_up import warm_up_kernels
 from sglang_dsv4.cache.kv_layout import IndexerLayout, RecordLayout
 from sglang_dsv4.cache.pool import Dsv4TokenToKVPool, kv_format_of
-from sglang_dsv4.kernels.dispatch import operations_for
+from sglang_dsv4.kernels.dispatch import choices_for, operations_for
 from sglang_dsv4.kernels.reference.compress import CompressPlan
 
 if TYPE_CHECKING:
     from sglang.srt.model_executor.forward_batch_info import ForwardBatch
     from sglang.srt.model_executor.model_runner import ModelRunner
+
+logger = logging.getLogger(__name__)
 
 BACKEND_NAME = "dsv4_nvfp4"
 
@@ -262,6 +265,8 @@ def create_backend(runner: "ModelRunner") -> Dsv4AttentionBackend:
     backend = Dsv4AttentionBackend(runner)
     runner.model.set_record_scales(kv_format_of(runner.token_to_kv_pool.dtype))
     if runner.device != "cpu":
+        for name, choice in choices_for(torch.device(runner.device)).items():
+            logger.info("GPU operation %s", choice.line(name))
         warm_up_kernels(runner, backend.ops)
     return backend
 

@@ -1,10 +1,9 @@
-"""NVFP4 linear layers: 4-bit weights in the checkpoint, one weight method a device.
+"""NVFP4 linear layers: the parameters as the checkpoint stores them, and their bfloat16 form.
 
 w = e2m1(nibble) * weight_scale * weight_scale_2 (ModelOpt export: weight uint8 [out, in / 2] with
 the even column in the low nibble, weight_scale e4m3 [out, in / 16], weight_scale_2 float32).
 """
 
-from functools import cache
 from typing import Any
 
 import torch
@@ -14,12 +13,11 @@ from sglang.srt.layers.quantization.modelopt_quant import (
     ModelOptFp4LinearMethod,
 )
 
-from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 
 
-@cache
-def _modelopt_config() -> ModelOptFp4Config:
+def modelopt_config() -> ModelOptFp4Config:
+    """SGLang's description of ModelOpt NVFP4; one for each layer, since SGLang writes to it."""
     return ModelOptFp4Config(
         is_checkpoint_nvfp4_serialized=True,
         group_size=16,
@@ -29,25 +27,21 @@ def _modelopt_config() -> ModelOptFp4Config:
 
 
 class Nvfp4LinearMethod(ModelOptFp4LinearMethod):
-    """Parameters as SGLang's ModelOpt method makes them; on a CPU dequantised once, at load."""
+    """Parameters as SGLang's ModelOpt method makes them; a subclass for each kernel."""
 
     def __init__(self) -> None:
-        super().__init__(_modelopt_config())
+        super().__init__(modelopt_config())
+
+
+class DequantLinearMethod(Nvfp4LinearMethod):
+    """Dequantised once, at load: a bfloat16 matrix product afterwards."""
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Replace the packed weight by its bfloat16 value: [out, in].
 
-        The parts of a fused module share one ``weight_scale_2`` by now (``checkpoint.quant``).
+        The parts of a fused module share one ``weight_scale_2`` by now (``checkpoint.scales``).
         The product e2m1 * e4m3 * float32 is rounded once, to bfloat16.
-
-        Raises:
-            UnsupportedError: the device is not a CPU.
         """
-        device = layer.weight.device
-        if device.type != "cpu":
-            raise UnsupportedError(
-                f"An NVFP4 linear layer is on {device.type}, wanted cpu: pass --device cpu."
-            )
         weight = dequantize_weight(
             layer.weight.data, layer.weight_scale.data, layer.weight_scale_2.data.max()
         ).to(layer.params_dtype)

@@ -1,9 +1,10 @@
-"""NVFP4 routed experts: packed in the checkpoint, one weight method a device."""
+"""NVFP4 routed experts: the parameters as the checkpoint stores them, and their bfloat16 form."""
 
 from typing import Any
 
 import torch
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoeWeightScaleSupported
+from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils import set_weight_attrs
 
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
@@ -13,8 +14,8 @@ _BLOCK = {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
 _TENSOR = {"quant_method": FusedMoeWeightScaleSupported.TENSOR.value}
 
 
-class Nvfp4MoEMethod(DenseMoEMethod):
-    """Loads w13 / w2 with their scales; on a CPU dequantised once, at load, to bfloat16."""
+class Nvfp4MoEMethod(FusedMoEMethodBase):
+    """Loads w13 (gate rows first) and w2 with their scales; a subclass for each kernel."""
 
     def create_weights(
         self,
@@ -43,18 +44,18 @@ class Nvfp4MoEMethod(DenseMoEMethod):
             layer.register_parameter(name, parameter)
             set_weight_attrs(parameter, {"weight_loader": loader, **attrs})
 
-    def process_weights_after_loading(self, layer: Any) -> None:
-        """Replace the packed experts by bfloat16 ones, an expert at a time.
 
-        Raises:
-            UnsupportedError: the experts are not on a CPU.
-        """
-        super().process_weights_after_loading(layer)
+class DequantMoEMethod(Nvfp4MoEMethod, DenseMoEMethod):
+    """Dequantised once, at load; computed as plain experts afterwards."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Replace the packed experts by bfloat16 ones, an expert at a time."""
         for name in ("w13", "w2"):
             packed = getattr(layer, f"{name}_weight").data
             scale = getattr(layer, f"{name}_weight_scale").data
             outer = getattr(layer, f"{name}_weight_scale_2").data.view(len(packed), -1)
-            dense = torch.empty((*packed.shape[:2], packed.shape[2] * 2), dtype=layer.params_dtype)
+            shape = (*packed.shape[:2], packed.shape[2] * 2)
+            dense = torch.empty(shape, dtype=layer.params_dtype, device=packed.device)
             for expert in range(len(packed)):
                 halves = zip(
                     packed[expert].chunk(outer.shape[1]),
@@ -69,3 +70,4 @@ class Nvfp4MoEMethod(DenseMoEMethod):
             layer.register_parameter(
                 f"{name}_weight", torch.nn.Parameter(dense, requires_grad=False)
             )
+        super().process_weights_after_loading(layer)

@@ -12,8 +12,17 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang_dsv4.checkpoint.quant import QuantKind
 from sglang_dsv4.errors import CheckpointError, UnsupportedError
 from sglang_dsv4.layers.dense_moe import DenseMoEMethod
-from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod
-from sglang_dsv4.layers.nvfp4_moe import Nvfp4MoEMethod
+from sglang_dsv4.layers.flashinfer_fp4 import FlashInferLinearMethod, FlashInferModelOptMoEMethod
+from sglang_dsv4.layers.grouped_linear import (
+    DenseGroupedMethod,
+    DequantGroupedMethod,
+    GroupedLinear,
+)
+from sglang_dsv4.layers.marlin import MarlinLinearMethod, MarlinMoEMethod
+from sglang_dsv4.layers.marlin_grouped import MarlinGroupedMethod
+from sglang_dsv4.layers.nvfp4_linear import DequantLinearMethod
+from sglang_dsv4.layers.nvfp4_moe import DequantMoEMethod
+from sglang_dsv4.layers.weight_kernels import WeightKernel, WeightKernels, weight_kernels_of
 
 FUSED_MODULES: Mapping[str, tuple[str, ...]] = {
     "q_a_kv_proj": ("q_a_proj", "kv_proj"),
@@ -65,11 +74,13 @@ class Dsv4QuantConfig(QuantizationConfig):
             return None
         kind = self.kind_of(prefix)
         if kind is QuantKind.NVFP4:
-            if isinstance(layer, FusedMoE):
-                return Nvfp4MoEMethod()
-            return Nvfp4LinearMethod()
+            return nvfp4_method(layer, weight_kernels_of(torch.empty(0).device))
         if kind is QuantKind.BF16:
-            return DenseMoEMethod() if isinstance(layer, FusedMoE) else UnquantizedLinearMethod()
+            if isinstance(layer, FusedMoE):
+                return DenseMoEMethod()
+            if isinstance(layer, GroupedLinear):
+                return DenseGroupedMethod()
+            return UnquantizedLinearMethod()
         raise UnsupportedError(
             f"The module {prefix} is stored as {kind.value}, wanted NVFP4 or BF16: serve this "
             f"checkpoint with stock SGLang (SGLANG_PLUGINS=none)."
@@ -108,3 +119,18 @@ class Dsv4QuantConfig(QuantizationConfig):
     def get_scaled_act_names(self) -> list[str]:
         """No activation carries a scale of its own."""
         return []
+
+
+def nvfp4_method(layer: torch.nn.Module, kernels: WeightKernels) -> QuantizeMethodBase:
+    """The weight method of ``layer``, a linear, grouped or experts layer, on a device."""
+    if isinstance(layer, FusedMoE):
+        if kernels.experts is WeightKernel.FLASHINFER:
+            assert kernels.experts_runner is not None
+            return FlashInferModelOptMoEMethod(kernels.experts_runner)
+        return MarlinMoEMethod() if kernels.experts is WeightKernel.MARLIN else DequantMoEMethod()
+    if isinstance(layer, GroupedLinear):
+        marlin = kernels.grouped is WeightKernel.MARLIN
+        return MarlinGroupedMethod() if marlin else DequantGroupedMethod()
+    if kernels.linear is WeightKernel.FLASHINFER:
+        return FlashInferLinearMethod()
+    return MarlinLinearMethod() if kernels.linear is WeightKernel.MARLIN else DequantLinearMethod()

@@ -23,6 +23,7 @@ from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.kernels.dispatch import Operations, operations_for
 from sglang_dsv4.kernels.reference.rope import build_rope_table
 from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
+from sglang_dsv4.layers.weight_kernels import describe, weight_kernels_of
 from sglang_dsv4.model_source import ModelSource, open_source
 from sglang_dsv4.models.attention import Attention
 from sglang_dsv4.models.hyper_connection import HyperConnection, HyperHead
@@ -133,7 +134,9 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.source: ModelSource = open_source(config._name_or_path)
         dims = self.source.dims
         self.quant_config = Dsv4QuantConfig(self.source.kinds)
-        self.ops = operations_for(torch.empty(0).device)
+        device = torch.empty(0).device
+        logger.info(describe(weight_kernels_of(device)))
+        self.ops = operations_for(device)
         self.model = Model(dims, self.quant_config, self.ops, _max_position(dims))
         self.lm_head = ParallelLMHead(dims.vocab_size, dims.hidden_size)
         self.logits_processor = LogitsProcessor(config)

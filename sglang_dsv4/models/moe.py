@@ -9,9 +9,9 @@ from sglang.srt.runtime_context import get_parallel
 from torch import nn
 
 from sglang_dsv4.config import ModelDims
-from sglang_dsv4.kernels.reference.router import route_hash, route_topk
-from sglang_dsv4.kernels.reference.swiglu import clamped_swiglu
+from sglang_dsv4.layers.activation import swiglu
 from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
+from sglang_dsv4.layers.routing import route_hash, route_topk, router_logits
 
 
 class Gate(nn.Module):
@@ -27,7 +27,7 @@ class Gate(nn.Module):
         self.weight = nn.Parameter(torch.empty(dims.n_routed_experts, dims.hidden_size))
         self.is_hash = layer_id < dims.num_hash_layers
         if self.is_hash:
-            table = torch.empty(dims.vocab_size, dims.num_experts_per_tok, dtype=torch.int64)
+            table = torch.empty(dims.vocab_size, dims.num_experts_per_tok, dtype=torch.int32)
             self.tid2eid = nn.Parameter(table, requires_grad=False)
         else:
             bias = torch.empty(dims.n_routed_experts, dtype=torch.float32)
@@ -36,7 +36,7 @@ class Gate(nn.Module):
     def forward(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> StandardTopKOutput:
         """Hidden [T, D], input_ids [T] -> weights float32 [T, k] and expert ids [T, k]."""
         dims = self.dims
-        logits = torch.nn.functional.linear(hidden.float(), self.weight.float())
+        logits = router_logits(hidden, self.weight)
         if self.is_hash:
             weights, ids = route_hash(
                 logits,
@@ -81,8 +81,7 @@ class SharedExperts(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [T, D] -> [T, D], not yet summed over tensor-parallel ranks."""
-        gate, up = self.gate_up_proj(hidden)[0].chunk(2, dim=-1)
-        return self.down_proj(clamped_swiglu(gate, up, self.limit))[0]
+        return self.down_proj(swiglu(self.gate_up_proj(hidden)[0], self.limit))[0]
 
 
 class MoE(nn.Module):
@@ -99,6 +98,7 @@ class MoE(nn.Module):
             top_k=dims.num_experts_per_tok,
             quant_config=quant,
             prefix=f"{prefix}.experts",
+            inplace=False,
             swiglu_limit=dims.swiglu_limit,
         )
         self.shared_experts = SharedExperts(dims, quant, f"{prefix}.shared_experts")

@@ -1,4 +1,4 @@
-"""One server for all tests of this folder, started as a user starts it."""
+"""One server for all tests of this folder, started as a user starts it, on a GPU where one is."""
 
 import json
 import os
@@ -13,13 +13,15 @@ from pathlib import Path
 import openai
 import pytest
 import requests
+import torch
 
 ROOT = Path(__file__).resolve().parents[2]
 MODEL_DIR = ROOT / "sglang_dsv4" / "demo" / "dsv4-tiny-nvfp4"
 GOLDEN = ROOT / "tests" / "data" / "golden.json"
 START_SECONDS = 600
 CONTEXT_LENGTH = 8192
-MAX_TOTAL_TOKENS = 65536
+ON_GPU = torch.cuda.is_available()
+MAX_TOTAL_TOKENS, MAX_RUNNING_REQUESTS = (1 << 20, 256) if ON_GPU else (1 << 16, 16)
 
 
 @dataclass(frozen=True)
@@ -58,7 +60,8 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     command = [sys.executable, "-m", "sglang_dsv4.launch_server"]
     command += ["--model-path", str(MODEL_DIR), "--port", str(port)]
     command += ["--context-length", str(CONTEXT_LENGTH)]
-    command += ["--max-total-tokens", str(MAX_TOTAL_TOKENS), "--max-running-requests", "16"]
+    command += ["--max-total-tokens", str(MAX_TOTAL_TOKENS)]
+    command += ["--max-running-requests", str(MAX_RUNNING_REQUESTS)]
     with log.open("w") as sink:
         process = subprocess.Popen(
             command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, cwd="/"

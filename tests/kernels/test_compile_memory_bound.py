@@ -13,7 +13,8 @@ from cutlass.cute.runtime import from_dlpack
 
 from sglang_dsv4.cache.kv_layout import IndexerLayout, KVFormat, RecordLayout
 from sglang_dsv4.kernels import cute_math as cm
-from sglang_dsv4.kernels.compress.compress import compile_windows, compile_write_state
+from sglang_dsv4.kernels.compress.compress import compile_tail, compile_windows
+from sglang_dsv4.kernels.compress.windows import FEW, MANY
 from sglang_dsv4.kernels.jit import cubin_of
 from sglang_dsv4.kernels.kv_store.kv_store import compile_kv_store
 from sglang_dsv4.kernels.norm_rope.norm_rope import compile_norm_rope
@@ -31,13 +32,16 @@ KERNELS = {
     "q_norm_rope": (compile_norm_rope, (BF16, 64, True, False), 6, 4),
     "inverse_rope": (compile_norm_rope, (BF16, 64, False, True), 6, 4),
     "q_norm_rope-1": (compile_norm_rope, (BF16, 1, True, False), 4, 2),
-    "c4": (compile_windows, (4, BF16, BF16, RECORD), 32, 1),
-    "c4-bf16": (compile_windows, (4, BF16, BF16, WIDE), 32, 1),
-    "c128": (compile_windows, (128, BF16, BF16, PAIRS), 24, 1),
-    "keys": (compile_windows, (4, BF16, BF16, KEYS), 32, 0),
-    "keys-bf16": (compile_windows, (4, BF16, BF16, WIDE_KEYS), 32, 1),
-    "state-c4": (compile_write_state, (4, BF16, 1024), 4, 4),
-    "state-c128": (compile_write_state, (128, F32, 512), 6, 4),
+    "c4": (compile_windows, (4, BF16, BF16, RECORD, FEW), 32, 1),
+    "c4-many": (compile_windows, (4, BF16, BF16, RECORD, MANY), 4, 0),
+    "c4-bf16": (compile_windows, (4, BF16, BF16, WIDE, FEW), 32, 1),
+    "c128": (compile_windows, (128, BF16, BF16, PAIRS, FEW), 24, 1),
+    "keys": (compile_windows, (4, BF16, BF16, KEYS, FEW), 32, 0),
+    "keys-bf16": (compile_windows, (4, BF16, BF16, WIDE_KEYS, FEW), 32, 1),
+    "c4-f32": (compile_windows, (4, F32, F32, RECORD, FEW), 16, 0),
+    "tail-c4": (compile_tail, (4, BF16, BF16, RECORD), 4, 4),
+    "tail-keys": (compile_tail, (4, BF16, BF16, KEYS), 4, 4),
+    "tail-c128": (compile_tail, (128, F32, F32, PAIRS), 6, 4),
 }
 
 
@@ -82,19 +86,24 @@ def test_compiles_and_is_what_it_claims(name, arch, tmp_path):
 
 @cute.jit
 def encode_rows(
-    values: cute.Tensor, scales: cute.Tensor, words: cute.Tensor, keep: cutlass.Constexpr
+    values: cute.Tensor,
+    scales: cute.Tensor,
+    reciprocals: cute.Tensor,
+    words: cute.Tensor,
+    keep: cutlass.Constexpr,
 ):
     """Words of rows of 8 values under one scale each, on the host."""
     for row in range(cute.size(scales)):
-        bounds = cm.nvfp4_bounds(scales[row])
-        words[row] = cm.e2m1_word([values[row, i] for i in range(8)], bounds, keep)
+        inverse = cm.split_inverse(scales[row], reciprocals[row])
+        words[row] = cm.e2m1_word([values[row, i] for i in range(8)], inverse, keep)
 
 
-def host_codes(values, scales, keep):
+def host_codes(values, scales, keep, reciprocal_error=0.0):
     """Codes [n, 8] by the device helper, run by CuTeDSL on the CPU."""
     words = torch.zeros(len(scales), dtype=torch.int32)
-    operands = [from_dlpack(x.contiguous()) for x in (values, scales, words.view(torch.uint32))]
-    encode_rows(*operands, keep)
+    reciprocals = (1.0 / scales) * (1.0 + reciprocal_error)
+    tensors = (values, scales, reciprocals, words.view(torch.uint32))
+    encode_rows(*[from_dlpack(x.contiguous()) for x in tensors], keep)
     return unpack_nibbles(words.view(torch.uint8).view(-1, 4))
 
 
@@ -108,7 +117,9 @@ def boundary_values(scale):
     return torch.cat((values, -values))
 
 
-def test_codes_without_division_are_the_codes_of_the_quotient():
+# 0, an ulp of the instruction either way, and the most that `split_inverse` allows.
+@pytest.mark.parametrize("error", [0.0, 2.0**-23, -(2.0**-23), 2.0**-22, -(2.0**-22)])
+def test_codes_without_division_are_the_codes_of_the_quotient(error):
     # All positive finite e4m3 scales, subnormal ones included, at and around every boundary.
     scales = torch.arange(1, 0x7F, dtype=torch.uint8).view(torch.float8_e4m3fn).float()
     values = torch.stack([boundary_values(scale.item()) for scale in scales])
@@ -117,7 +128,7 @@ def test_codes_without_division_are_the_codes_of_the_quotient():
     values = values[:, : values.shape[1] // 8 * 8]
     wanted = e2m1_encode(values / scales[:, None])
     repeated = scales.repeat_interleave(values.shape[1] // 8)
-    found = host_codes(values.reshape(-1, 8), repeated, True).view_as(wanted)
+    found = host_codes(values.reshape(-1, 8), repeated, True, error).view_as(wanted)
     bad = (found != wanted).nonzero()
     assert not len(bad), [
         (values[i, j].item(), scales[i].item(), found[i, j].item(), wanted[i, j].item())
@@ -133,6 +144,22 @@ def test_scale_zero_keeps_signs_only():
 def test_indexer_codes_lose_the_sign_of_zero():
     values = torch.tensor([[-0.0, -0.2, -0.25, -0.26, 0.2, -0.75, -5.0, -5.1]])
     assert host_codes(values, torch.ones(1), False).tolist() == [[0, 0, 0, 9, 0, 10, 14, 15]]
+
+
+@cute.jit
+def sixths(values: cute.Tensor, out: cute.Tensor):
+    """cute_math.sixth on the host, without the bound above."""
+    for i in range(cute.size(values)):
+        out[i] = cm.corrected_sixth(values[i])
+
+
+def test_a_sixth_is_the_correctly_rounded_quotient():
+    exponents = torch.arange(-100, 21).float().exp2()
+    values = (torch.rand(121, 4000) + 1.0) * exponents[:, None]
+    values = torch.cat((values, exponents[:, None] * torch.tensor([1.0, 1.5, 1.75, 1.125])), dim=1)
+    out = torch.zeros(values.numel())
+    sixths(from_dlpack(values.flatten()), from_dlpack(out))
+    assert torch.equal(out, values.flatten() / 6.0)
 
 
 @cute.jit

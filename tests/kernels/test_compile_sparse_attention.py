@@ -6,8 +6,17 @@ from pathlib import Path
 
 import pytest
 
+from sglang_dsv4.envs import ATTENTION_KERNEL
+from sglang_dsv4.errors import UnsupportedError
+from sglang_dsv4.kernels.attention.lists import ListShape
+from sglang_dsv4.kernels.attention.plan import (
+    IMPLEMENTATIONS,
+    Kernel,
+    kernels_for,
+    plan_for,
+    plans,
+)
 from sglang_dsv4.kernels.attention.portable import Shape, compile_sparse_attention, shared_bytes
-from sglang_dsv4.kernels.attention.sparse_attention import head_tile_for, plan_for
 from sglang_dsv4.kernels.hardware import SHARED_BYTES
 from sglang_dsv4.kernels.jit import cubin_of
 
@@ -19,7 +28,9 @@ SPILLS_ALLOWED = 32
 
 def disassemble(arch, head_tile, folder):
     path = folder / "kernel.cubin"
-    path.write_bytes(cubin_of(compile_sparse_attention, arch, Shape(head_tile, 64, 2, 8)))
+    path.write_bytes(
+        cubin_of(compile_sparse_attention, arch, Shape(head_tile, ListShape(64, 2, 8, True)))
+    )
     command = [str(NVDISASM), "-c", str(path)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
@@ -40,15 +51,30 @@ def test_instructions(arch, head_tile, tmp_path):
     assert len(re.findall(r"\b(LDL|STL)\b", sass)) <= SPILLS_ALLOWED
 
 
-def test_head_tile_fits_the_device():
-    assert head_tile_for(1, "sm_90a") == 8 and head_tile_for(9, "sm_90a") == 16
-    assert head_tile_for(128, "sm_90a") == 32 and head_tile_for(128, "sm_120a") == 16
+def test_head_tiles_fit_the_device():
+    tiles = IMPLEMENTATIONS[Kernel.PORTABLE].head_tiles
+    assert tiles(1, "sm_90a") == [8] and tiles(9, "sm_90a") == [16]
+    assert tiles(128, "sm_90a") == [16, 32] and tiles(128, "sm_120a") == [16]
 
 
+def test_kernels_of_an_architecture(monkeypatch):
+    assert kernels_for(16, "sm_100a") == [Kernel.PORTABLE]
+    assert kernels_for(16, "sm_90a") == [Kernel.PORTABLE, Kernel.NARROW]
+    assert kernels_for(64, "sm_90a") == [Kernel.PORTABLE, Kernel.WIDE]
+    monkeypatch.setenv(ATTENTION_KERNEL.name, "wide")
+    assert kernels_for(64, "sm_90a") == [Kernel.WIDE]
+    with pytest.raises(UnsupportedError, match="16 heads on sm_90a"):
+        kernels_for(16, "sm_90a")
+    with pytest.raises(UnsupportedError, match="wanted portable"):
+        plan_for(1, 64, 10, 148, "sm_100a")
+
+
+@pytest.mark.parametrize("heads", [1, 16, 64, 128])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 256, 4096])
 @pytest.mark.parametrize("tiles", [1, 2, 10, 18])
-def test_plan_leaves_no_split_empty(tokens, tiles):
-    plan = plan_for(tokens, 16, tiles, 132, "sm_90a")
+def test_plan_leaves_no_split_empty(tokens, tiles, heads):
+    plan = plan_for(tokens, heads, tiles, 132, "sm_90a")
     share = -(-tiles // plan.splits)
     assert (plan.splits - 1) * share < tiles
-    assert tokens < 256 or plan.splits == 1
+    assert tokens < 4096 or plan.splits == 1
+    assert plan in plans(heads, tiles, "sm_90a", tuple(kernels_for(heads, "sm_90a")))

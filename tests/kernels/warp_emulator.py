@@ -7,7 +7,9 @@ differs between the lanes of a warp is refused. What is proved is the mapping of
 addresses and barriers, not the compiler's work.
 """
 
+import dataclasses
 import importlib.util
+import sys
 import threading
 import types
 
@@ -30,6 +32,13 @@ def f32_to_bf16(x):
 
 def full(x, dtype):
     return np.broadcast_to(np.asarray(x, dtype), (32,))
+
+
+def uniform(x):
+    """The one value that all lanes hold."""
+    x = np.asarray(x)
+    assert (x == x.flat[0]).all(), x
+    return x.flat[0]
 
 
 def fresh(module):
@@ -183,6 +192,12 @@ class Instructions:
     def global_load_x2(self, address):
         return self.device.memory.load(address, 2, np.uint32)
 
+    def global_load_x2_if(self, condition, address, a, b):
+        condition = full(condition, bool)
+        loaded = self.device.memory.load(np.where(condition, address, 256), 2, np.uint32)
+        pairs = zip(loaded, (a, b), strict=True)
+        return tuple(np.where(condition, value, full(old, np.uint32)) for value, old in pairs)
+
     def global_load_u16(self, address):
         return self.device.memory.load(address, 1, np.uint16)[0].astype(np.uint32)
 
@@ -197,6 +212,11 @@ class Instructions:
 
     def global_load_f32x4(self, address):
         return self.device.memory.load(address, 4, np.float32)
+
+    def global_load_f32x4_unless(self, condition, address):
+        condition = full(condition, bool)
+        loaded = self.device.memory.load(np.where(condition, 256, address), 4, np.float32)
+        return tuple(np.where(condition, np.float32(0), value) for value in loaded)
 
     def global_store_u32x4(self, address, *values):
         self.device.memory.store(address, values, np.uint32)
@@ -271,6 +291,9 @@ class Instructions:
         x = np.asarray(x)
         return full(x, x.dtype)[full(source, np.int32) & 31]
 
+    def any_lane(self, condition):
+        return np.any(condition)
+
     def ballot(self, condition):
         bits = full(condition, np.uint32) << np.arange(32, dtype=np.uint32)
         return np.uint32(np.bitwise_or.reduce(bits))
@@ -282,6 +305,7 @@ class Device:
     def __init__(self, size):
         self.memory = Memory(size)
         self.local = threading.local()
+        self.loaded = {}
 
     def tensor(self, array):
         return FakeTensor(self.memory, array)
@@ -299,24 +323,20 @@ class Device:
             block_idx=lambda: local.block,
             grid_dim=lambda: local.grid,
             warp_idx=lambda: np.int32(local.warp),
-            make_warp_uniform=lambda x: x,
+            make_warp_uniform=uniform,
             sync_threads=lambda: local.barrier.wait(timeout=60),
             sync_warp=lambda: None,
             cp_async_commit_group=lambda: None,
             cp_async_wait_group=wait,
         )
 
-    def _globals(self, module):
+    def _replacements(self):
         allocator = types.SimpleNamespace(allocate=lambda size, align: Pointer(np.int32(1024)))
-        numbers = {
+        return {
             "Int32": Number(np.int32),
             "Int64": Number(np.int64),
             "Uint32": Number(np.uint32),
             "Float32": Number(np.float32),
-        }
-        return {
-            **vars(module),
-            **numbers,
             "ptx": Instructions(self),
             "choose": lambda c, a, b: np.where(c, a, b)[()],
             "cute": types.SimpleNamespace(
@@ -326,7 +346,8 @@ class Device:
                 range=lambda *a: range(*(int(x) for x in a)),
                 range_constexpr=range,
                 const_expr=bool,
-                min=min,
+                min=np.minimum,
+                max=np.maximum,
                 memory=types.SimpleNamespace(SmemAllocator=lambda: allocator),
             ),
         }
@@ -337,18 +358,35 @@ class Device:
             source.__code__, namespace, source.__name__, source.__defaults__, source.__closure__
         )
 
-    def bind(self, module, kernel_class):
-        """A subclass whose methods run here, with every function of the module they call."""
-        namespace = self._globals(module)
-        for name, value in list(namespace.items()):
-            if isinstance(value, types.FunctionType) and value.__module__ == module.__name__:
-                namespace[name] = self._plain(value, namespace)
+    def _rebound(self, value, namespace):
+        """A function, or a class with its methods, that reads its globals from a namespace."""
+        if isinstance(value, types.FunctionType):
+            return self._plain(value, namespace)
+        if dataclasses.is_dataclass(value) or issubclass(value, tuple):
+            return value
         methods = {
-            name: self._plain(value, namespace)
-            for name, value in vars(kernel_class).items()
-            if isinstance(value, types.FunctionType)
+            name: self._plain(member, namespace)
+            for name, member in vars(value).items()
+            if isinstance(member, types.FunctionType)
         }
-        return type("Emulated", (), methods), namespace
+        return type(value.__name__, (value,), methods)
+
+    def load(self, module):
+        """The module's names, with its functions and classes, and those that it imports from
+        other modules of kernels, running on this device."""
+        if module.__name__ not in self.loaded:
+            copy = fresh(module)
+            namespace = self.loaded[module.__name__] = {**vars(copy), **self._replacements()}
+            for name, value in vars(copy).items():
+                home = getattr(value, "__module__", None) or ""
+                is_code = isinstance(value, types.FunctionType | type)
+                if name in self._replacements() or not is_code or home not in sys.modules:
+                    continue
+                if home == module.__name__:
+                    namespace[name] = self._rebound(value, namespace)
+                elif home.startswith("sglang_dsv4.kernels.attention"):
+                    namespace[name] = self.load(sys.modules[home])[name]
+        return self.loaded[module.__name__]
 
     def launch(self, body, grid, threads, shared_size):
         """Run body() for every warp of every block; the first exception of any warp is raised."""

@@ -7,6 +7,7 @@ from sglang.srt.model_executor.cuda_graph_config import CudaGraphConfig
 from sglang.srt.plugins.hook_registry import HookRegistry, HookType
 
 from sglang_dsv4.errors import CheckpointError, UnsupportedError
+from sglang_dsv4.layers.weight_kernels import weight_kernels
 from sglang_dsv4.patches import model_runner, registry, scheduler, server_args
 
 STRANGERS = {
@@ -111,10 +112,20 @@ def test_any_other_error_stays_as_it_is():
         scheduler.around_init(failing(RuntimeError("out of memory")), holder(OURS))
 
 
-def test_stock_options_of_other_models_are_not_overridden():
+def test_stock_options_of_other_models_are_not_overridden(monkeypatch):
+    monkeypatch.setattr(server_args, "resolving_view", lambda args: args)
+    cpu = SimpleNamespace(device="cpu", moe_runner_backend="auto")
     for stranger in STRANGERS.values():
-        assert server_args.attention_backend_override(None, stranger) == {}
-    assert server_args.attention_backend_override(None, OURS) == {"attention_backend": "dsv4_nvfp4"}
+        assert server_args.backend_override(cpu, stranger) == {}
+    assert server_args.backend_override(cpu, OURS) == {"attention_backend": "dsv4_nvfp4"}
+
+
+@pytest.mark.parametrize(("asked", "chosen"), [("auto", "marlin"), ("triton", None)])
+def test_the_moe_runner_of_ours_on_a_gpu(monkeypatch, asked, chosen):
+    monkeypatch.setattr(server_args, "resolving_view", lambda args: args)
+    monkeypatch.setattr(server_args, "weight_kernels_of", lambda device: weight_kernels((9, 0)))
+    gpu = SimpleNamespace(device="cuda", moe_runner_backend=asked)
+    assert server_args.backend_override(gpu, OURS).get("moe_runner_backend") == chosen
 
 
 class Arguments(SimpleNamespace):

@@ -1,13 +1,13 @@
 """Sparse decode against FlashMLA's FP8 kernel, and against what one pass over the bytes costs.
 
-    python bench_sparse_attention.py --out DIR [--check] [--quick] [--sweep]
+    python bench_sparse_attention.py --out DIR [--check] [--quick] [--sweep] [--heads H ...]
 
 Every time is the median over replays of a CUDA graph that holds several calls on different lists;
 L2 is overwritten before each replay, so records come from memory. FlashMLA (584-byte FP8 records,
-legacy kernels) serves 64 or 128 heads only, so fewer heads are padded to 64 for it. The bound is
-the larger of bytes / copy bandwidth and flops / matmul rate, both measured in the same run.
---check first compares with the reference and prints every failure; --sweep times the tiles and
-splits beside the chosen ones.
+legacy kernels) serves 64 or 128 heads only, so for fewer heads its time is that of 64. The bound
+is the larger of bytes / copy bandwidth and flops / matmul rate, both measured in the same run.
+--check first compares with the reference and prints every failure; --sweep times every kernel,
+tile of heads and number of splits beside the chosen ones (SWEEP_SPLITS).
 """
 
 import argparse
@@ -15,6 +15,8 @@ import json
 import math
 import sys
 import traceback
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -23,21 +25,21 @@ sys.path.insert(0, str(Path(__file__).resolve().parents[3]))
 sys.path.insert(0, str(Path(__file__).resolve().parent))
 
 import sparse_attention_cases as cases
+from sparse_attention_inputs import SCALE, make_inputs
 from timing import graph_time, memory_rate
 
 from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
-from sglang_dsv4.kernels.attention.sparse_attention import (
-    Plan,
-    head_tile_for,
-    plan_for,
-    sparse_attention,
-)
+from sglang_dsv4.kernels.attention.plan import IMPLEMENTATIONS, Plan, plan_for
+from sglang_dsv4.kernels.attention.sparse_attention import sparse_attention
 from sglang_dsv4.kernels.hardware import current_arch, num_sms
 
 WINDOW = 128
 COLD_BYTES = 160 << 20
 POOL_TOKENS = 1 << 19
 FP8_RECORD, FP8_PAGE = 584, 64
+HEADS, QUICK_HEADS = (8, 16, 32, 64, 128), (8, 16, 64, 128)
+BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 16, 64, 128, 256)
+SWEEP_SPLITS = (1, 2, 3, 4, 5, 9, 18)
 
 
 def measure_roofs():
@@ -70,7 +72,7 @@ class Workload:
 
         self.window_slots, self.comp_slots = draw(WINDOW).int(), draw(topk).int()
 
-    def ours(self, plan=None):
+    def ours(self, plan=None, repeats=20):
         return graph_time(
             [
                 lambda i=i: sparse_attention(
@@ -82,16 +84,16 @@ class Workload:
                     self.comp_pool,
                     self.layout,
                     self.sinks,
-                    cases.SCALE,
-                    1.0,
-                    plan,
+                    SCALE,
+                    plan=plan,
                 )
                 for i in range(self.copies)
-            ]
+            ],
+            repeats,
         )
 
     def rival(self, caches):
-        """FlashMLA FP8 on as many heads as it serves; None where it is not installed."""
+        """FlashMLA FP8 with 64 heads, or 128 for more; None where it is not installed."""
         if caches is None:
             return None
         import flash_mla
@@ -110,7 +112,7 @@ class Workload:
                 cache_seqlens=None,
                 head_dim_v=512,
                 tile_scheduler_metadata=meta,
-                softmax_scale=cases.SCALE,
+                softmax_scale=SCALE,
                 is_fp8_kvcache=True,
                 indices=self.window_slots[i].unsqueeze(1),
                 attn_sink=sinks,
@@ -163,37 +165,54 @@ def run_checks():
             print(f"ERROR {name}\n{traceback.format_exc(limit=4)}", flush=True)
 
     for page in (64, 2):
-        for tile in (16, 8, 32):
+        for plan, heads in cases.head_tile_cases():
             for splits in (1, 3):
-                name = f"each key alone, page {page}, tile {tile}, splits {splits}"
-                attempt(name, lambda a=(page, tile, splits): cases.check_each_key_alone(*a))
-    for name, inputs, plan in cases.random_cases():
-        attempt(name, lambda i=inputs, p=plan: cases.check(i, p))
+                split = replace(plan, splits=splits)
+                name = f"each key alone, page {page}, {cases.describe_plan(split)}"
+                call = partial(cases.check_each_key_alone, page, split, heads)
+                attempt(name, call)
+    for name, make, plan in (*cases.random_cases(), *cases.length_cases()):
+        attempt(name, lambda make=make, plan=plan: cases.check(make(), plan))
     for name, inputs in cases.hostile_inputs():
-        attempt("hostile: " + name, lambda i=inputs: cases.check(i))
+        for plan in (None, *cases.each_plan(inputs.q.shape[1], (1, 2))):
+            attempt(f"hostile: {name}, {plan}", partial(cases.check, inputs, plan))
 
-    def repeats():
-        inputs = cases.make_inputs(64, 16, 128, 512, 64, seed=3)
-        first = inputs.run()[0]
-        different = sum(not torch.equal(inputs.run()[0], first) for _ in range(200))
+    def repeats(heads, plan):
+        inputs = make_inputs(64, heads, 128, 512, 64, seed=3)
+        first = inputs.run(plan)[0]
+        different = sum(not torch.equal(inputs.run(plan)[0], first) for _ in range(200))
         assert different == 0, f"{different} of 200 repeats differ"
 
-    attempt("bitwise stability", repeats)
+    for heads in (16, 64):
+        for plan in cases.each_plan(heads, (2,)):
+            attempt(
+                f"bitwise stability, {cases.describe_plan(plan)}", partial(repeats, heads, plan)
+            )
     print(f"checks: {passed} passed, {failures} failed", flush=True)
     return failures
 
 
 def sweep(work, tiles, sms, arch):
-    """Microseconds by "head tile x splits", for the plans that a good choice could take."""
+    """Microseconds by "kernel tile x splits", for the plans that a good choice could take."""
     times = {}
-    for tile in sorted({head_tile_for(work.heads, arch), 8 if work.heads <= 8 else 16}):
-        for wanted in (1, 2, 3, 4, 5, 9, 18):
-            splits = math.ceil(tiles / math.ceil(tiles / wanted))
-            key = f"{tile}x{splits}"
-            blocks = work.batch * math.ceil(work.heads / tile) * splits
-            if key not in times and blocks <= 16 * sms:
-                times[key] = work.ours(Plan(tile, splits))
+    for kernel, implementation in IMPLEMENTATIONS.items():
+        if not implementation.takes(work.heads, arch):
+            continue
+        for tile in implementation.head_tiles(work.heads, arch):
+            blocks = work.batch * math.ceil(work.heads / tile)
+            counts = {math.ceil(tiles / math.ceil(tiles / wanted)) for wanted in SWEEP_SPLITS}
+            for splits in sorted(counts):
+                if splits == 1 or blocks * splits <= 8 * sms:
+                    plan = Plan(kernel, tile, splits)
+                    times[cases.describe_plan(plan)] = work.ours(plan, repeats=7)
     return times
+
+
+def table_row(row):
+    rival = row["flash_mla_us"]
+    cells = f"{row['heads']:>4}{row['topk']:>6}{row['batch']:>6}{row['ours_us']:>9.1f}"
+    cells += f"{rival:>9.1f}{rival / row['ours_us']:>7.2f}" if rival else " " * 16
+    return cells + f"{100 * row['bound_us'] / row['ours_us']:>8.0f}  {row['plan']}"
 
 
 def main():
@@ -202,6 +221,7 @@ def main():
     parser.add_argument("--check", action="store_true")
     parser.add_argument("--quick", action="store_true")
     parser.add_argument("--sweep", action="store_true")
+    parser.add_argument("--heads", type=int, nargs="+")
     options = parser.parse_args()
     options.out.mkdir(parents=True, exist_ok=True)
     failures = run_checks() if options.check else 0
@@ -213,39 +233,31 @@ def main():
     # Random bytes but for the sign-free small scales: time does not depend on the values.
     pools = [random_bytes(POOL_TOKENS // 64, layout.page_bytes) & 0x37 for _ in range(2)]
     caches = flash_mla_caches()
-    heads_list = (8, 16, 64, 128) if options.quick else (8, 16, 32, 64, 128)
-    batches = (1, 16, 64, 128, 256) if options.quick else (1, 2, 4, 8, 16, 32, 64, 128, 256)
+    rival = {}
     rows = []
     print("   H  topk batch  ours us   FP8 us  ratio % bound  plan")
     for topk in (512, 1024):
-        for heads in heads_list:
-            for batch in batches:
+        tiles = math.ceil(WINDOW / 64) + math.ceil(topk / 64)
+        for heads in options.heads or (QUICK_HEADS if options.quick else HEADS):
+            for batch in QUICK_BATCHES if options.quick else BATCHES:
                 work = Workload(batch, heads, topk, pools)
-                tiles = math.ceil(WINDOW / 64) + math.ceil(topk / 64)
-                plan = plan_for(batch, heads, tiles, sms, arch)
+                key = (topk, heads <= 64, batch)
+                if key not in rival:
+                    rival[key] = work.rival(caches)
                 row = {
                     "heads": heads,
                     "topk": topk,
                     "batch": batch,
                     "ours_us": work.ours(),
-                    "flash_mla_us": work.rival(caches),
+                    "flash_mla_us": rival[key],
                     "bound_us": work.bound(roofs),
-                    "head_tile": plan.head_tile,
-                    "splits": plan.splits,
+                    "plan": cases.describe_plan(plan_for(batch, heads, tiles, sms, arch)),
                 }
+                print(table_row(row), flush=True)
                 if options.sweep:
                     row["sweep"] = sweep(work, tiles, sms, arch)
-                rows.append(row)
-                rival = row["flash_mla_us"]
-                print(
-                    f"{heads:>4}{topk:>6}{batch:>6}{row['ours_us']:>9.1f}"
-                    + (f"{rival:>9.1f}{rival / row['ours_us']:>7.2f}" if rival else " " * 16)
-                    + f"{100 * row['bound_us'] / row['ours_us']:>8.0f}"
-                    + f"  {plan.head_tile}x{plan.splits}",
-                    flush=True,
-                )
-                if options.sweep:
                     print("      " + " ".join(f"{k}:{v:.1f}" for k, v in row["sweep"].items()))
+                rows.append(row)
     report = {"device": name, "copy": roofs[0], "matmul": roofs[1], "rows": rows}
     (options.out / "bench_sparse_attention.json").write_text(json.dumps(report, indent=1))
     return 1 if failures else 0

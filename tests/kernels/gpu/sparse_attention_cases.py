@@ -1,128 +1,15 @@
-"""Inputs, oracle and checks of sparse attention on a GPU; no pytest, so that scripts share them."""
+"""Checks and cases of sparse attention on a GPU; no pytest, so that scripts share them."""
 
 import math
-from dataclasses import dataclass
+from functools import partial
 
 import torch
+from sparse_attention_inputs import make_inputs
 
-from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
-from sglang_dsv4.kernels.attention.sparse_attention import Plan, sparse_attention
-from sglang_dsv4.kernels.reference import sparse_attention as reference
-from sglang_dsv4.kernels.reference.kv_store import read_records, write_records
-
-SCALE = 512**-0.5
-
-
-@dataclass
-class Inputs:
-    """Arguments of one call, in the order of the operation's signature."""
-
-    q: torch.Tensor
-    window_slots: torch.Tensor
-    window_pool: torch.Tensor
-    window_layout: RecordLayout
-    comp_slots: torch.Tensor | None
-    comp_pool: torch.Tensor | None
-    comp_layout: RecordLayout | None
-    sinks: torch.Tensor
-    scale: float = SCALE
-    out_scale: float = 1.0
-
-    def run(self, plan=None):
-        return sparse_attention(
-            self.q,
-            self.window_slots,
-            self.window_pool,
-            self.window_layout,
-            self.comp_slots,
-            self.comp_pool,
-            self.comp_layout,
-            self.sinks,
-            self.scale,
-            self.out_scale,
-            plan,
-        )
-
-    def lists(self):
-        yield self.window_slots, self.window_pool, self.window_layout
-        if self.comp_slots is not None:
-            yield self.comp_slots, self.comp_pool, self.comp_layout
-
-    def expected(self):
-        """(out, lse, bound of out, bound of lse): the reference in float32 and its distance.
-
-        Each weight is rounded to bf16 (2^-9 relative; 2^-8 leaves room for the approximate
-        exponential and the order of sums), so out may differ by 2^-8 sum(w |v|) times the gain;
-        out itself is rounded to bf16 once, 2^-9 relative. A score is a sum of 512 products in
-        float32: 2^-19 of the sum of their magnitudes leaves 32 roundings.
-        """
-        args = [
-            self.window_slots,
-            self.window_pool,
-            self.window_layout,
-            self.comp_slots,
-            self.comp_pool,
-            self.comp_layout,
-            self.sinks,
-            self.scale,
-            self.out_scale,
-        ]
-        out, lse = reference.sparse_attention(self.q.float(), *args)
-        spread, drift = torch.zeros_like(out), torch.zeros_like(lse)
-        for token in range(len(self.q)):
-            gain = torch.sigmoid(lse[token] - self.sinks) * abs(self.out_scale)
-            for slots, pool, layout in self.lists():
-                inside = (slots[token] >= 0) & (slots[token] < len(pool) * layout.page_size)
-                records = read_records(pool, slots[token][inside], layout)
-                if len(records) == 0:
-                    continue
-                query = self.q[token].float()
-                weights = (query @ records.T * self.scale - lse[token, :, None]).exp()
-                spread[token] += gain[:, None] * (weights @ records.abs())
-                size = (query.abs() @ records.abs().T).amax(dim=1) * self.scale
-                drift[token] = torch.maximum(drift[token], size.nan_to_num())
-        bound = (spread.nan_to_num() + out.abs().nan_to_num()) * 2**-8 + 1e-6
-        return out, lse, bound, drift * 2**-19 + 1e-5
-
-
-def make_pool(layout, pages, generator, amplitude=2.0, extra=0):
-    """Random records in every row; `extra` unused bytes at the end of each page."""
-    storage = torch.randint(
-        0, 256, (pages, layout.page_bytes + extra), generator=generator, device="cuda"
-    ).to(torch.uint8)
-    rows = pages * layout.page_size
-    latent = torch.randn(rows, 512, generator=generator, device="cuda") * amplitude
-    write_records(latent, torch.arange(rows, device="cuda"), storage, layout)
-    return storage
-
-
-def make_inputs(
-    tokens,
-    heads,
-    window=128,
-    comp=512,
-    comp_page=64,
-    seed=0,
-    slot_dtype=torch.int64,
-    empty=0.1,
-    extra=0,
-    pages=40,
-):
-    """Random records, queries, lists with a share of unused slots, and sinks."""
-    g = torch.Generator("cuda").manual_seed(seed)
-    layouts = [RecordLayout(KVFormat.NVFP4, size) for size in (64, comp_page)]
-    counts = [pages, pages * 64 // comp_page]
-    pools = [make_pool(lay, n, g, extra=extra) for lay, n in zip(layouts, counts, strict=True)]
-    lists = []
-    for pool, layout, length in zip(pools, layouts, (window, comp), strict=True):
-        slots = torch.randint(
-            0, len(pool) * layout.page_size, (tokens, length), generator=g, device="cuda"
-        )
-        drop = torch.rand(slots.shape, generator=g, device="cuda") < empty
-        lists.append(slots.masked_fill(drop, -1).to(slot_dtype))
-    q = torch.randn(tokens, heads, 512, generator=g, device="cuda").bfloat16()
-    sinks = torch.randn(heads, generator=g, device="cuda")
-    return Inputs(q, lists[0], pools[0], layouts[0], lists[1], pools[1], layouts[1], sinks)
+from sglang_dsv4.envs import attention_kernel
+from sglang_dsv4.kernels.attention.plan import IMPLEMENTATIONS, Plan
+from sglang_dsv4.kernels.hardware import current_arch
+from sglang_dsv4.kernels.reference.kv_store import read_records
 
 
 def describe(got, want, bad):
@@ -169,13 +56,35 @@ def check(inputs, plan=None):
     assert not messages, "\n".join(messages)
 
 
-def check_each_key_alone(comp_page, head_tile, splits):
+def kernels_taking(heads):
+    """The implementations that may run so many heads on this GPU; the environment may name one."""
+    arch, forced = current_arch(), attention_kernel()
+    return [
+        name
+        for name, kernel in IMPLEMENTATIONS.items()
+        if kernel.takes(heads, arch) and forced in (None, name)
+    ]
+
+
+def head_tile_cases():
+    """(plan with one split, heads) for every implementation of this GPU and tile of heads."""
+    for heads in (3, 40):
+        for name in kernels_taking(heads):
+            kernel = IMPLEMENTATIONS[name]
+            if heads == 40 and 3 in kernel.heads:
+                continue
+            for tile in kernel.costs:
+                if tile in kernel.head_tiles(tile, current_arch()):
+                    yield Plan(name, tile, 1), heads
+
+
+def check_each_key_alone(comp_page, plan, heads):
     """One listed key a token, at every place of both lists, no sink: out is the record exactly.
 
     The weight is exp2(0) = 1 and every decoded value is exact in bf16.
     """
     places = 128 + 200
-    inputs = make_inputs(places, 3, 128, 200, comp_page, seed=5, empty=0.0)
+    inputs = make_inputs(places, heads, 128, 200, comp_page, seed=5, empty=0.0)
     token = torch.arange(places, device="cuda")
     window = torch.where(
         token[:, None] == torch.arange(128, device="cuda"), inputs.window_slots, -1
@@ -191,8 +100,8 @@ def check_each_key_alone(comp_page, head_tile, splits):
     )
     inputs.window_slots, inputs.comp_slots = window, comp
     inputs.sinks = torch.full_like(inputs.sinks, -torch.inf)
-    out, _ = inputs.run(Plan(head_tile, splits))
-    want = records[:, None].expand(-1, 3, -1)
+    out, _ = inputs.run(plan)
+    want = records[:, None].expand(-1, heads, -1)
     bad = out.float() != want
     assert not bad.any(), describe(out.float(), want, bad)
 
@@ -208,6 +117,12 @@ def hostile_inputs():
     base.window_slots[4] = -1
     base.sinks[0], base.sinks[1] = torch.inf, -torch.inf
     yield "garbage", base
+    many = make_inputs(6, 70, 100, 300, 2, seed=18)
+    many.window_slots[0] = -1
+    many.comp_slots[0] = -1
+    many.window_slots[1, :5] = torch.tensor([-(2**63), -2, 2**40, 2**63 - 1, 40 * 64])
+    many.sinks[0], many.sinks[69] = torch.inf, -torch.inf
+    yield "garbage, 70 heads", many
     nan = make_inputs(4, 16, 128, 512, 64, seed=12)
     page, row = 3, 9
     layout = nan.comp_layout
@@ -227,17 +142,56 @@ def hostile_inputs():
     huge = make_inputs(2, 16, 128, 128, 64, seed=14)
     huge.q = huge.q * 40
     yield "sharp", huge
+    ragged = make_inputs(6, 16, 100, 700, 64, seed=16)
+    ragged.comp_lengths = torch.tensor([0, -3, 1, 64, 65, 9999], dtype=torch.int32, device="cuda")
+    beyond = torch.arange(700, device="cuda") >= ragged.comp_lengths[:, None]
+    page, row = 3, 9
+    ragged.comp_pool[page, ragged.comp_layout.scale_offset(row) + 2] = 0x7F
+    ragged.comp_slots[ragged.comp_slots == page * 64 + row] = -1
+    ragged.comp_slots[beyond] = page * 64 + row
+    yield "lengths, NaN beyond", ragged
+    nothing = make_inputs(3, 16, 0, 700, 64, seed=17)
+    nothing.comp_lengths = torch.tensor([0, 70, 0], dtype=torch.int32, device="cuda")
+    yield "lengths 0 without window", nothing
     alone = make_inputs(3, 9, 37, 5, 64, seed=15)
     alone.comp_slots = alone.comp_pool = alone.comp_layout = None
     yield "window only", alone
 
 
+def each_plan(heads, splits):
+    """Plans of every implementation of this GPU, its useful tiles and the wanted splits."""
+    for kernel in kernels_taking(heads):
+        for tile in IMPLEMENTATIONS[kernel].head_tiles(heads, current_arch()):
+            for n in splits:
+                yield Plan(kernel, tile, n)
+
+
+def describe_plan(plan):
+    return f"{plan.kernel} {plan.head_tile}x{plan.splits}"
+
+
+def ragged_inputs(heads, splits):
+    """Compressed lists of different lengths."""
+    inputs = make_inputs(9, heads, 70, 640, 64, seed=splits)
+    lengths = [0, 1, 63, 64, 65, 200, 500, 640, 641]
+    inputs.comp_lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
+    return inputs
+
+
+def length_cases():
+    """(name, function making inputs, plan): fewer tiles than splits, and as many."""
+    for heads in (5, 16, 32, 64):
+        for plan in each_plan(heads, (1, 4, 13)):
+            name = f"lengths H{heads} {describe_plan(plan)}"
+            yield name, partial(ragged_inputs, heads, plan.splits), plan
+
+
 def random_cases():
-    """(name, inputs, plan) over heads, list lengths, pages, tiles and splits."""
-    for heads, tile in ((1, 8), (8, 8), (16, 16), (17, 16), (32, 32), (64, 32), (128, 16)):
+    """(name, function making inputs, plan) over heads, list lengths, pages and plans."""
+    for heads in (1, 8, 16, 17, 32, 33, 64, 128):
         for window, comp, page in ((128, 512, 64), (1, 1, 2), (65, 1000, 2)):
             tiles = math.ceil(window / 64) + math.ceil(comp / 64)
-            for splits in sorted({1, min(2, tiles), tiles}):
-                inputs = make_inputs(5, heads, window, comp, page, seed=heads + comp)
-                name = f"H{heads} tile {tile} lists {window}+{comp} page {page} split {splits}"
-                yield name, inputs, Plan(tile, splits)
+            for plan in each_plan(heads, sorted({1, min(2, tiles), tiles})):
+                name = f"H{heads} {describe_plan(plan)} lists {window}+{comp} page {page}"
+                make = partial(make_inputs, 5, heads, window, comp, page, seed=heads + comp)
+                yield name, make, plan

@@ -1,4 +1,4 @@
-"""Sparse attention on the GPU against the plain-torch reference."""
+"""Sparse attention on the GPU, every kernel that it has, against the plain-torch reference."""
 
 import pytest
 import torch
@@ -6,49 +6,90 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
-import sparse_attention_cases as cases
+from dataclasses import replace
 
+import sparse_attention_cases as cases
+from sparse_attention_inputs import make_inputs
+
+from sglang_dsv4.envs import ATTENTION_KERNEL
 from sglang_dsv4.errors import UnsupportedError
-from sglang_dsv4.kernels.attention.sparse_attention import Plan
+from sglang_dsv4.kernels.attention.plan import Kernel
+
+
+def named(case):
+    return case[0].replace(" ", "-")
 
 
 @pytest.mark.parametrize("splits", [1, 3, 6])
-@pytest.mark.parametrize("head_tile", [8, 16, 32])
+@pytest.mark.parametrize("case", list(cases.head_tile_cases()), ids=lambda c: str(c[0].kernel))
 @pytest.mark.parametrize("comp_page", [2, 64])
-def test_each_key_alone(comp_page, head_tile, splits):
-    cases.check_each_key_alone(comp_page, head_tile, splits)
+def test_each_key_alone(comp_page, case, splits):
+    plan, heads = case
+    cases.check_each_key_alone(comp_page, replace(plan, splits=splits), heads)
 
 
-@pytest.mark.parametrize("case", list(cases.random_cases()), ids=lambda c: c[0].replace(" ", "-"))
+@pytest.mark.parametrize("case", list(cases.random_cases()), ids=named)
 def test_random(case):
-    _, inputs, plan = case
-    cases.check(inputs, plan)
+    _, make, plan = case
+    cases.check(make(), plan)
 
 
-@pytest.mark.parametrize("splits", [None, 1, 2])
+@pytest.mark.parametrize("case", list(cases.length_cases()), ids=named)
+def test_lengths(case):
+    _, make, plan = case
+    cases.check(make(), plan)
+
+
+@pytest.mark.parametrize("heads", [16, 64])
+def test_a_kernel_stops_at_the_length(heads):
+    for plan in cases.each_plan(heads, (1,)):
+        inputs = make_inputs(4, heads, 64, 640, 64)
+        inputs.comp_lengths = torch.full((4,), 100, dtype=torch.int32, device="cuda")
+        cut, cut_lse = inputs.run(plan)
+        inputs.comp_slots = inputs.comp_slots[:, :100].contiguous()
+        inputs.comp_lengths = None
+        out, lse = inputs.run(plan)
+        assert torch.equal(out, cut) and torch.equal(lse, cut_lse)
+
+
 @pytest.mark.parametrize("case", list(cases.hostile_inputs()), ids=lambda c: c[0])
-def test_hostile(case, splits):
+def test_hostile(case):
     _, inputs = case
-    tile = 8 if inputs.q.shape[1] <= 8 else 16
-    cases.check(inputs, None if splits is None else Plan(tile, min(splits, 1 if tile == 8 else 2)))
+    cases.check(inputs)
+    for plan in cases.each_plan(inputs.q.shape[1], (1, 2)):
+        cases.check(inputs, plan)
 
 
 @pytest.mark.parametrize("tokens", [1, 16, 64, 300])
 def test_chosen_plan(tokens):
-    cases.check(cases.make_inputs(tokens, 16, 128, 512, 64, seed=tokens))
+    cases.check(make_inputs(tokens, 16, 128, 512, 64, seed=tokens))
+
+
+def test_the_environment_forces_a_kernel(monkeypatch):
+    inputs = make_inputs(3, 16)
+    monkeypatch.setenv(ATTENTION_KERNEL.name, "portable")
+    out, _ = inputs.run()
+    # Splits cut the softmax elsewhere, so the forced kernel is found among its own plans.
+    plans = cases.each_plan(16, range(1, 11))
+    assert any(
+        torch.equal(out, inputs.run(plan)[0]) for plan in plans if plan.kernel == Kernel.PORTABLE
+    )
+    monkeypatch.setenv(ATTENTION_KERNEL.name, "wide")
+    with pytest.raises(UnsupportedError, match="16 heads"):
+        inputs.run()
 
 
 def test_no_tokens_and_no_lists():
-    inputs = cases.make_inputs(0, 16)
+    inputs = make_inputs(0, 16)
     out, lse = inputs.run()
     assert out.shape == (0, 16, 512) and lse.shape == (0, 16)
-    inputs = cases.make_inputs(2, 16, window=0, comp=0)
+    inputs = make_inputs(2, 16, window=0, comp=0)
     out, lse = inputs.run()
     assert (out == 0).all() and (lse == -torch.inf).all()
 
 
 def test_refuses_float16():
-    inputs = cases.make_inputs(1, 16)
+    inputs = make_inputs(1, 16)
     inputs.q = inputs.q.half()
     with pytest.raises(UnsupportedError, match="bfloat16"):
         inputs.run()
@@ -56,9 +97,12 @@ def test_refuses_float16():
 
 @pytest.mark.slow
 @pytest.mark.parametrize("splits", [1, 5])
-def test_thousand_repeats_are_bitwise_equal(splits):
-    inputs = cases.make_inputs(64, 16, 128, 512, 64, seed=3)
-    first, first_lse = inputs.run(Plan(16, splits))
-    for _ in range(1000):
-        out, lse = inputs.run(Plan(16, splits))
-        assert torch.equal(out, first) and torch.equal(lse, first_lse)
+@pytest.mark.parametrize("heads", [16, 64])
+def test_thousand_repeats_are_bitwise_equal(heads, splits):
+    inputs = make_inputs(64, heads, 128, 512, 64, seed=3)
+    for kernel in cases.kernels_taking(heads):
+        plan = next(p for p in cases.each_plan(heads, (splits,)) if p.kernel == kernel)
+        first, first_lse = inputs.run(plan)
+        for _ in range(1000):
+            out, lse = inputs.run(plan)
+            assert torch.equal(out, first) and torch.equal(lse, first_lse)

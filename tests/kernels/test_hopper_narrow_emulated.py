@@ -1,0 +1,251 @@
+"""The narrow Hopper kernel's own source, lane by lane on the CPU, against the reference."""
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from test_sparse_attention_emulated import make_pool
+from warp_emulator import GROUP, LANES, QUAD, Device, Instructions, bf16_to_f32, full
+
+from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
+from sglang_dsv4.kernels.attention import combine
+from sglang_dsv4.kernels.attention.hopper import narrow
+from sglang_dsv4.kernels.attention.lists import ListShape
+from sglang_dsv4.kernels.attention.operands import Numbers, Operands
+from sglang_dsv4.kernels.reference.sparse_attention import sparse_attention
+
+
+def f16_to_f32(bits):
+    return np.asarray(bits, np.uint32).astype(np.uint16).view(np.float16).astype(np.float32)
+
+
+WIDEN = {"bf16": bf16_to_f32, "f16": f16_to_f32}
+
+
+class HopperInstructions(Instructions):
+    """Warpgroup products as what each warp computes at once: its 16 rows, with all of B.
+
+    A matrix in shared memory is read as the PTX manual describes the 128-byte swizzle: bits 4-6 of
+    an address are turned by its bits 7-9; 1024 bytes from eight rows to the next.
+    """
+
+    def fma(self, a, b, c):
+        return (full(a, np.float64) * b + c).astype(np.float32)
+
+    def bits_to_f32(self, bits):
+        return full(bits, np.uint32).view(np.float32)
+
+    def e4m3x4_to_f16x2(self, word):
+        pairs = []
+        for shift in (0, 16):
+            low, high = self.e4m3x2_to_f32x2((full(word, np.uint32) >> np.uint32(shift)) & 0xFFFF)
+            pairs.append(self.pack_f16x2(low, high))
+        return tuple(pairs)
+
+    def pack_f16x2(self, low, high):
+        low, high = (full(x, np.float32).astype(np.float16).view(np.uint16) for x in (low, high))
+        return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
+
+    def mul_f16x2(self, a, b):
+        products = []
+        for shift in (0, 16):
+            x, y = (f16_to_f32((full(v, np.uint32) >> np.uint32(shift)) & 0xFFFF) for v in (a, b))
+            products.append(x * y)
+        return self.pack_f16x2(*products)
+
+    def load_record_x4(self, address):
+        return self.global_load_x4(address)
+
+    def load_record_x2(self, address):
+        return self.global_load_x2(address)
+
+    def barrier_any(self, number, threads, condition):
+        local = self.device.local
+        votes = vars(local.barrier).setdefault("votes", {})
+        votes[local.warp] = bool(np.any(condition))
+        local.barrier.wait(timeout=60)
+        result = np.int32(any(votes.values()))
+        local.barrier.wait(timeout=60)
+        return result
+
+    def fence_async(self):
+        pass
+
+    def wgmma_wait(self, sums, pending):
+        return list(sums)
+
+    def wgmma_wait_only(self, pending):
+        pass
+
+    def _store_matrices(self, address, values, transposed):
+        for i, value in enumerate(values):
+            matrix = np.zeros((8, 8), np.uint16)
+            for e in range(2):
+                half = ((full(value, np.uint32) >> np.uint32(16 * e)) & 0xFFFF).astype(np.uint16)
+                matrix[GROUP, 2 * QUAD + e] = half
+            rows = np.ascontiguousarray(matrix.T if transposed else matrix).view(np.uint32)
+            at = full(address, np.int32)[8 * i : 8 * i + 8]
+            # The eight lanes that name this matrix's rows; the others store nothing.
+            lanes = np.resize(at, 32)
+            words = [np.resize(rows[:, c], 32) for c in range(4)]
+            self.shared.store(lanes, words, np.uint32, LANES < 8)
+
+    def stmatrix_x4(self, address, *values):
+        self._store_matrices(address, values, False)
+
+    def stmatrix_trans(self, address, values):
+        self._store_matrices(address, values, True)
+
+    def descriptor_low(self, address):
+        return ((address >> 4) & 0x3FFF) | (1 << 16)
+
+    def _operand(self, low, offset, rows, columns, kind):
+        """[rows, columns] values of a descriptor, 8 rows every 1024 bytes, 128 bytes a row."""
+        start = (int(np.unique(low).item()) & 0x3FFF) * 16 + offset
+        r, c = np.arange(rows)[:, None], np.arange(columns)[None]
+        at = start + r // 8 * 1024 + r % 8 * 128 + c * 2
+        at = at ^ ((at >> 7 & 7) << 4)
+        raw = self.shared.bytes
+        return WIDEN[kind](raw[at].astype(np.uint32) | (raw[at + 1].astype(np.uint32) << 8))
+
+    def _add(self, sums, rows, cols):
+        """sums of [16, 16] x [n, 16]^T in a warp's accumulators."""
+        product = (rows.astype(np.float64) @ cols.astype(np.float64).T).astype(np.float32)
+        out = []
+        for i, value in enumerate(sums):
+            row, col = GROUP + 8 * (i // 2 % 2), 8 * (i // 4) + 2 * QUAD + i % 2
+            out.append(full(value, np.float32) + product[row, col])
+        return out
+
+    def wgmma_registers(self, sums, a, b, steps, kind="bf16"):
+        for i, step in enumerate(steps):
+            rows = np.zeros((16, 16), np.float32)
+            for r in range(4):
+                for e in range(2):
+                    word = full(a[4 * i + r], np.uint32) >> np.uint32(16 * e)
+                    at = GROUP + 8 * (r % 2), 2 * QUAD + e + 8 * (r // 2)
+                    rows[at] = WIDEN[kind](word & 0xFFFF)
+            sums = self._add(sums, rows, self._operand(b, step, 2 * len(sums), 16, kind))
+        return sums
+
+    def wgmma_transposed(self, sums, a, b, rows, steps, kind="bf16"):
+        each = len(sums) // len(rows)
+        sums, first = list(sums), 16 * self.device.local.warp
+        for step_a, step_b in steps:
+            cols = self._operand(b, step_b, 2 * each, 16, kind)
+            for i, row in enumerate(rows):
+                block = self._operand(a, row + step_a, 16, 64, kind).T[first : first + 16]
+                part = slice(i * each, (i + 1) * each)
+                sums[part] = self._add(sums[part], block, cols)
+        return sums
+
+
+class HopperDevice(Device):
+    def _replacements(self):
+        instructions = HopperInstructions(self)
+        names = ("ptx", "narrow", "hopper")
+        return {**super()._replacements(), **dict.fromkeys(names, instructions)}
+
+
+def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, head_tile, splits):
+    """(out, lse) of the kernel's source; splits > 1 runs the combination too."""
+    device = HopperDevice(1 << 24)
+    pages = (layout.page_size for layout in layouts)
+    shape = narrow.NarrowShape(head_tile, ListShape(*pages, 8, lengths is not None))
+    kernel_class = device.load(narrow)["NarrowAttention"]
+    merge_splits = device.load(combine)["combine"]
+    kernel = [kernel_class(shape) for _ in range(4)]
+    tokens, heads = q.shape[:2]
+    put = device.tensor
+    if lengths is None:
+        lengths = torch.zeros(1, dtype=torch.int32)
+    operands = Operands(
+        put(q.view(torch.int16).numpy()),
+        *(put(slots.numpy()) for slots in lists),
+        put(lengths.numpy()),
+        *(put(pool.numpy()) for pool in pools),
+        sinks=put(sinks.numpy()),
+        out=put(np.full((tokens, heads, 512), 0x7FC0, np.uint16)),
+        lse=put(np.full((tokens, heads), np.nan, np.float32)),
+        part_out=put(np.full((splits * tokens * heads, 512), np.nan, np.float32)),
+        part_lse=put(np.full((splits * tokens * heads,), np.nan, np.float32)),
+    )
+    numbers = Numbers(
+        np.int32(lists[0].shape[1]),
+        np.int32(lists[1].shape[1]),
+        np.int32(splits),
+        np.float32(scale * math.log2(math.e)),
+        np.float32(out_scale),
+    )
+    head_tiles = math.ceil(heads / head_tile)
+
+    def attention():
+        kernel[device.local.warp].kernel(operands, numbers, np.int32(head_tiles))
+
+    grid = (tokens * head_tiles, splits, 1)
+    device.launch(attention, grid, narrow.THREADS, narrow.shared_bytes(head_tile))
+    if splits > 1:
+        device.launch(
+            lambda: merge_splits(
+                operands.part_out,
+                operands.part_lse,
+                operands.sinks,
+                operands.out,
+                operands.lse,
+                numbers.splits,
+                numbers.out_scale,
+            ),
+            (tokens * heads, 1, 1),
+            128,
+            16,
+        )
+    bits = torch.from_numpy(operands.out.read().astype(np.int32)).to(torch.int16)
+    return bits.view(torch.bfloat16), torch.from_numpy(operands.lse.read())
+
+
+@pytest.mark.parametrize(
+    ("heads", "head_tile", "splits", "window", "comp", "comp_page", "lengths", "sharp"),
+    [
+        (16, 16, 1, 70, 130, 64, None, 1),
+        (5, 8, 1, 64, 65, 2, (65, 3), 1),
+        (20, 16, 2, 33, 100, 64, None, 1),
+        (32, 32, 1, 10, 64, 2, None, 1),
+        # Scores that move the origin more than once.
+        (9, 16, 1, 64, 190, 2, None, 60),
+        # Five splits of 2, 1 and 3 tiles; of no tile at all.
+        (8, 8, 5, 40, 200, 64, (64, -7), 1),
+        (3, 8, 3, 0, 70, 64, (0, 70), 1),
+        (3, 8, 1, 0, 70, 64, (0, 69), 1),
+    ],
+)
+def test_kernel_source(heads, head_tile, splits, window, comp, comp_page, lengths, sharp):
+    generator = torch.Generator().manual_seed(heads * 1000 + window)
+    layouts = (RecordLayout(KVFormat.NVFP4, 64), RecordLayout(KVFormat.NVFP4, comp_page))
+    pools = (
+        make_pool(layouts[0], 3, generator),
+        make_pool(layouts[1], 96 // comp_page * 2, generator),
+    )
+    tokens = 2
+    q = (torch.randn(tokens, heads, 512, generator=generator) * sharp).bfloat16()
+    lists = tuple(
+        torch.randint(0, len(pool) * layout.page_size, (tokens, n), generator=generator)
+        for pool, layout, n in zip(pools, layouts, (window, comp), strict=True)
+    )
+    for slots in lists:
+        if slots.shape[1]:
+            slots[torch.rand(slots.shape, generator=generator) < 0.2] = -1
+            slots[0, -1] = 2**40
+    if window:
+        lists[0][1] = -1
+    if lengths is not None:
+        lengths = torch.tensor(lengths, dtype=torch.int32)
+    sinks = torch.randn(heads, generator=generator)
+    scale = 512**-0.5
+    args = (lists[0], pools[0], layouts[0], lists[1], pools[1], layouts[1], sinks, scale, 0.5)
+    want, want_lse = sparse_attention(q, *args, lengths)
+    got, lse = emulate(q, lists, lengths, pools, layouts, sinks, scale, 0.5, head_tile, splits)
+    # Weights are rounded to bf16 (2^-9 relative) before they meet values up to 20, in both, at
+    # different origins; the output is rounded to bf16 (2^-9).
+    torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=2**-7)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)

@@ -1,0 +1,184 @@
+"""SGLang on one GPU without a server, and layers with random NVFP4 weights."""
+
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+
+BF16 = torch.bfloat16
+MODEL = Path(__file__).resolve().parents[3] / "sglang_dsv4" / "demo" / "dsv4-tiny-nvfp4"
+FLASH = {
+    "q_a_kv_proj": (1536, 4096),
+    "q_b_proj": (32768, 1024),
+    "q_b_proj/8": (4096, 1024),
+    "o_b_proj": (4096, 8192),
+    "o_b_proj/8": (4096, 1024),
+    "kv_gate_proj csa": (2048, 4096),
+    "kv_gate_proj hca": (1024, 4096),
+    "indexer.kv_gate_proj": (512, 4096),
+    "indexer.q_b_proj": (8192, 1024),
+    "weights_proj": (64, 4096),
+    "shared.gate_up": (4096, 4096),
+    "shared.down": (4096, 2048),
+    "shared.down/8": (4096, 256),
+}
+
+
+def start(model: Path, device: str) -> Any:
+    """SGLang's configuration and process groups; the model's config. New tensors are on device."""
+    from sglang.srt.plugins import load_plugins
+
+    load_plugins()
+    from sglang_dsv4 import plugin
+
+    plugin._register()
+    from sglang.srt.runtime_context import SpawnRanks, get_device, publish
+    from sglang.srt.server_args import PortArgs, ServerArgs
+
+    from sglang_dsv4.layers.weight_kernels import weight_kernels_of
+
+    args = ServerArgs(
+        model_path=str(model),
+        device=device,
+        context_length=4096,
+        mem_fraction_static=0.2,
+        moe_runner_backend=weight_kernels_of(torch.device(device)).experts_runner or "auto",
+        log_level="warning",
+    )
+    args.resolve_once()
+    publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
+    from sglang.srt.configs.model_config import ModelConfig
+    from sglang.srt.distributed import bootstrap
+    from sglang.srt.layers.moe import initialize_moe_config
+    from sglang.srt.layers.quantization.fp4_utils import initialize_fp4_gemm_config
+
+    config = ModelConfig.from_server_args(args)
+    port = PortArgs.init_new(args).nccl_port
+    bootstrap.init_parallel_runtime(server_args=args, device=get_device().device, dist_port=port)
+    bootstrap.init_layer_runtime(model_config=config)
+    initialize_moe_config()
+    initialize_fp4_gemm_config()
+    torch.set_default_device(device)
+    return config.hf_config
+
+
+def cosine(ours: torch.Tensor, wanted: torch.Tensor) -> float:
+    ours, wanted = ours.double().flatten(), wanted.double().flatten()
+    return float(ours @ wanted / ours.norm() / wanted.norm())
+
+
+def inputs(tokens: int, width: int) -> torch.Tensor:
+    return torch.randn(tokens, width, dtype=BF16)
+
+
+def dense_weight(layer: Any) -> torch.Tensor:
+    """Float32 value of a linear layer's NVFP4 weight, before it is repacked."""
+    from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
+
+    return dequantize_weight(layer.weight, layer.weight_scale, layer.weight_scale_2.max())
+
+
+def dense_experts(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
+    from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
+
+    halves = [
+        dequantize_weight(w, s, layer.w13_weight_scale_2[:, part])
+        for part, (w, s) in enumerate(
+            zip(layer.w13_weight.chunk(2, 1), layer.w13_weight_scale.chunk(2, 1), strict=True)
+        )
+    ]
+    down = dequantize_weight(layer.w2_weight, layer.w2_weight_scale, layer.w2_weight_scale_2)
+    return torch.cat(halves, dim=1), down
+
+
+def random_linear(out: int, width: int) -> tuple[Any, torch.Tensor]:
+    """(layer, its float32 weight) with random NVFP4 weights; values of about 1 / sqrt(width)."""
+    from sglang.srt.layers.linear import ReplicatedLinear
+
+    from sglang_dsv4.checkpoint.quant import QuantKind
+    from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
+
+    quant = Dsv4QuantConfig({"m.proj": QuantKind.NVFP4})
+    layer = ReplicatedLinear(
+        width,
+        out,
+        bias=False,
+        params_dtype=BF16,
+        quant_config=quant,
+        prefix="m.proj",
+    )
+    fill(layer.weight, layer.weight_scale, layer.weight_scale_2, width)
+    weight = dense_weight(layer)
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer, weight
+
+
+def fill(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor, width: int) -> None:
+    weight.data.random_(0, 256)
+    exponent = torch.rand(scale.shape) * 8
+    scale.data.copy_(torch.exp2(exponent).to(torch.float8_e4m3fn))
+    # e2m1 has a root mean square of 2.9, 2^(8 u) of 110.
+    scale_2.data.fill_(width**-0.5 / 320)
+
+
+def random_grouped(groups: int, rank: int, width: int) -> tuple[Any, torch.Tensor]:
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
+
+    from sglang_dsv4.checkpoint.quant import QuantKind
+    from sglang_dsv4.layers.grouped_linear import GroupedLinear
+    from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
+
+    dims = SimpleNamespace(
+        num_attention_heads=groups * width // 512, head_dim=512, o_groups=groups, o_lora_rank=rank
+    )
+    quant = Dsv4QuantConfig({"m.o_a_proj": QuantKind.NVFP4})
+    with set_default_torch_dtype(BF16):
+        layer = GroupedLinear(dims, quant, "m.o_a_proj")
+    fill(layer.weight, layer.weight_scale, layer.weight_scale_2, width)
+    weight = dense_weight(layer).unflatten(0, (groups, rank))
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer, weight
+
+
+def random_experts(experts: int, hidden: int, inner: int, nvfp4: bool) -> tuple[Any, Any]:
+    """(layer, (gate_up, down) float32 or None for many experts)."""
+    from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+
+    from sglang_dsv4.checkpoint.quant import QuantKind
+    from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
+
+    kind = QuantKind.NVFP4 if nvfp4 else QuantKind.BF16
+    kinds = {f"m.experts.0.{part}_proj": kind for part in ("gate", "up", "down")}
+    layer = FusedMoE(
+        num_experts=experts,
+        hidden_size=hidden,
+        intermediate_size=inner,
+        layer_id=0,
+        top_k=6,
+        params_dtype=BF16,
+        quant_config=Dsv4QuantConfig(kinds),
+        prefix="m.experts",
+        inplace=False,
+        swiglu_limit=10.0,
+    )
+    if not nvfp4:
+        for weight, width in ((layer.w13_weight, hidden), (layer.w2_weight, inner)):
+            weight.data.normal_(0, width**-0.5)
+        return layer, None
+    for part, width in (("w13", hidden), ("w2", inner)):
+        fill(
+            *(getattr(layer, f"{part}_{s}") for s in ("weight", "weight_scale", "weight_scale_2")),
+            width,
+        )
+    dense = dense_experts(layer) if experts <= 16 else None
+    layer.quant_method.process_weights_after_loading(layer)
+    return layer, dense
+
+
+def random_topk(tokens: int, experts: int) -> Any:
+    from sglang.srt.layers.moe.topk import StandardTopKOutput
+
+    logits = torch.randn(tokens, experts)
+    weights, ids = logits.softmax(-1).topk(6, dim=-1)
+    return StandardTopKOutput(weights, ids.int(), logits)
