@@ -1,4 +1,8 @@
-"""One server for all tests of this folder, started as a user starts it, on a GPU where one is."""
+"""One server for all tests of this folder, started as a user starts it, on a GPU where one is.
+
+``DSV4_E2E_PORT`` and ``DSV4_E2E_LOG`` name a server that runs already (port and log file, started
+with the limits below) instead.
+"""
 
 import json
 import os
@@ -31,7 +35,7 @@ class Server:
     url: str
     client: openai.OpenAI
     log: Path
-    process: subprocess.Popen
+    process: subprocess.Popen | None
 
     def chat(self, messages: list[dict], **options):
         """One greedy chat completion, not streamed unless asked."""
@@ -55,6 +59,10 @@ def free_port() -> int:
 
 @pytest.fixture(scope="session")
 def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
+    if "DSV4_E2E_PORT" in os.environ:
+        port = int(os.environ["DSV4_E2E_PORT"])
+        yield server_at(port, Path(os.environ["DSV4_E2E_LOG"]), None)
+        return
     log = tmp_path_factory.mktemp("server") / "log"
     port = free_port()
     command = [sys.executable, "-m", "sglang_dsv4.launch_server"]
@@ -68,11 +76,15 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
         )
     try:
         wait_until_ready(process, port, log)
-        url = f"http://127.0.0.1:{port}"
-        client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0)
-        yield Server(url, client, log, process)
+        yield server_at(port, log, process)
     finally:
         stop(process)
+
+
+def server_at(port: int, log: Path, process: subprocess.Popen | None) -> Server:
+    url = f"http://127.0.0.1:{port}"
+    client = openai.OpenAI(base_url=f"{url}/v1", api_key="none", timeout=300, max_retries=0)
+    return Server(url, client, log, process)
 
 
 def wait_until_ready(process: subprocess.Popen, port: int, log: Path) -> None:

@@ -93,7 +93,7 @@ class GatherDump:
                         at = (i * 128 + tid) * 16
                         words = ptx.shared_load_f32x4(start + at)
                         ptx.global_store_f32x4(target + half * g.HALF_BYTES + Int64(at), *words)
-                    if tid == 0:
+                    if half == 0 and tid == 0:
                         low, high = hopper.shared_load_u32x2(masks + buffer * g.MASK_BYTES)
                         zero = Int32(0)
                         ptx.global_store_u32x4(target + g.BUFFER_BYTES, low, high, zero, zero)
