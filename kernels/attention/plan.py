@@ -17,9 +17,14 @@ from sglang_dsv4.kernels.hardware import SHARED_BYTES
 MAX_SPLITS = 32
 # Shared memory that the driver keeps for itself in each block, in bytes.
 RESERVED_BYTES = 1024
-# Microseconds on an H200 (BENCHMARKS.md): the combination, and 1000 of its partial rows.
-COMBINE_COST = 1.3
-ROW_COST = 1.5
+# Microseconds on an H200: the combination, each split of it, and 1000 of all its partial rows.
+# These and the costs below are one least-squares fit to 211 timed plans of 8 to 128 heads (mean
+# error 3%, largest 15%). Of them, 40 of the portable kernel were timed before its last gains and
+# scaled by those; 60 of the wide one, with all blocks on SMs of their own, are times of a variant
+# that took as long (58.2 and 58.3 us) where both were timed, and 4 are its own.
+COMBINE_COST = 2.03
+SPLIT_COST = 0.16
+ROW_COST = 0.77
 
 
 class Kernel(StrEnum):
@@ -32,16 +37,18 @@ class Kernel(StrEnum):
 
 @dataclass(frozen=True)
 class Cost:
-    """Time of one head tile's blocks on an H200, fitted to timed plans (BENCHMARKS.md).
+    """Time of one head tile's blocks on an H200.
 
     per_sm: blocks that share an SM; tile: microseconds of 64 keys when as many share it; block:
-    microseconds of a block's start and end; alone: time of a block alone on its SM, relative.
+    microseconds of a block's start and end; launch: microseconds of a launch without blocks;
+    alone: time of a block alone on its SM, relative.
     """
 
     per_sm: int
     tile: float
-    block: float = 2.0
-    alone: float = 0.75
+    block: float
+    launch: float
+    alone: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -89,21 +96,29 @@ IMPLEMENTATIONS: dict[Kernel, Implementation] = {
     Kernel.PORTABLE: Implementation(
         archs=(),
         heads=range(1, 1 << 16),
-        costs={8: Cost(2, 3.4), 16: Cost(2, 4.0), 32: Cost(1, 3.8)},
+        costs={
+            8: Cost(2, 3.95, 1.60, 2.54, alone=0.67),
+            16: Cost(2, 4.73, 1.61, 2.83, alone=0.80),
+            32: Cost(1, 3.38, 3.24, 2.86),
+        },
         shared_bytes=portable.shared_bytes,
         compile=_compile_portable,
     ),
     Kernel.WIDE: Implementation(
         archs=("sm_90a",),
         heads=range(33, 1 << 16),
-        costs={64: Cost(1, 1.5)},
+        costs={64: Cost(1, 2.34, 5.10, 3.69)},
         shared_bytes=lambda tile: wide.WideAttention(ListShape(64, 64, 8)).shared_bytes,
         compile=_compile_wide,
     ),
     Kernel.NARROW: Implementation(
         archs=("sm_90a",),
         heads=range(1, 33),
-        costs={8: Cost(3, 3.0), 16: Cost(2, 3.0), 32: Cost(2, 3.0)},
+        costs={
+            8: Cost(3, 6.90, 1.49, 4.32, alone=0.42),
+            16: Cost(2, 3.40, 3.40, 3.75, alone=0.65),
+            32: Cost(2, 6.61, 4.72, 6.06, alone=0.63),
+        },
         shared_bytes=narrow.shared_bytes,
         compile=_compile_narrow,
     ),
@@ -159,7 +174,7 @@ def plans(num_heads: int, num_tiles: int, arch: str, kernels: tuple[Kernel, ...]
 
 
 def plan_cost(plan: Plan, num_tokens: int, num_heads: int, num_tiles: int, sms: int) -> float:
-    """Estimated microseconds of a plan, without what all plans share.
+    """Estimated microseconds of a plan.
 
     num_tiles: 64-key tiles of both lists; sms: streaming multiprocessors.
     """
@@ -174,8 +189,9 @@ def plan_cost(plan: Plan, num_tokens: int, num_heads: int, num_tiles: int, sms: 
     else:
         total = share * passes
     if plan.splits > 1:
-        total += COMBINE_COST + ROW_COST * blocks * plan.head_tile / 1000
-    return total
+        rows = blocks * plan.head_tile
+        total += COMBINE_COST + SPLIT_COST * plan.splits + ROW_COST * rows / 1000
+    return cost.launch + total
 
 
 @lru_cache(maxsize=4096)

@@ -3,31 +3,37 @@
 One block serves one token, one tile of heads and one share of the token's list of keys, 64 keys at
 a time. Warp w dequantises dims [128 (w % 4), +128) of keys [32 (w / 4), +32) from registers:
 
-- S = Q K^T. The records' words go from global memory to registers, one tile ahead. A quad holds
-  32 bytes of a key, a thread the two words of one scale group, so dequantised pairs are B fragments
-  as they are: the order of dims inside the contraction is free, and Q's fragments follow it. Lane
-  l finds the record of key l and loads its scales; the others get both by shuffles.
+- S = Q K^T. A quad holds 32 bytes of a key, a thread the two words of one scale group, so
+  dequantised pairs are B fragments as they are: the order of dims inside the contraction is free,
+  and Q's fragments follow it. Lane l finds the record of key l and loads its scales; the others get
+  both by shuffles. Once the keys are multiplied, the loads of the next tile take their registers;
+  slots are loaded a tile earlier still and looked at only then.
 - The same registers are stored as the bf16 tile [64 keys, 448] of the values. RoPE values need no
   conversion: cp.async copies them beside it, one tile ahead.
 - The four dim quarters of the scores meet in shared memory; threads of one head do the softmax.
+  Weights are relative to an origin that moves only when a score outgrows it by 2^GROWTH, so most
+  tiles need no maximum over the lanes.
 - O^T = V^T P^T. Warp w owns dims [64 w, +64), reading V^T from the tile by ldmatrix.trans.
 
-e2m1 x e4m3 is decoded exactly: shifts and masks place sign, exponent and mantissa in a bf16 of
-value x 2^-126, one mul.bf16x2 by scale x 2^118 gives value x scale x 2^-8. Q's NoPE dims carry the
-2^8 for the scores, the output's gain carries it for the values.
+Nothing is read for a place without record; it has scales 0, hence values 0, and score -inf. Q's
+NoPE dims carry the 2^8 of `dequant` for the scores, the output's gain carries it for the values.
 
 Roofline, per token: bytes = 384 (window + K) + 2 x 1024 H; flops = 2 x 2 H (window + K) 512.
 Shared memory, per 64 keys and block: 56 KB written and 64 KB read for V, 8 KB written and read for
 RoPE, 2 KB x heads for the scores' exchange, so about 160 KB at 16 heads against 33.5 KB x heads of
 flops.
 
-Measured on an H200, 2026-12-02 (BENCHMARKS.md): 64 and 128 heads at batch 64 to 256 take 17-20% of
-the bound of bytes and flops, so neither bandwidth nor the tensor cores limit. A block alone on its
-SM takes 2.7, 3.1 and 3.6 us for 64 keys with 8, 16 and 32 heads: work per key, not the products.
-Top-k 1024, batch 64: 29.1, 36.8, 76.2 and 144.0 us at 8, 16, 64 and 128 heads; FlashMLA's FP8
-kernel 61.6, 61.8, 61.9 and 53.6 us.
+Measured on an H200, 2026-12-02, on the form before this one, which read row 0 for absent keys and
+took the maximum over the lanes for every tile; this form passed the same tests there and was not
+timed. Us for (batch 256, 10 tiles, two blocks an SM) and (one block alone, 18 tiles), 8 heads,
+no splits: 42.8 and 48.8; without the loads of the next tile 32.6 and 32.2; without PV 33.9 and
+34.6; without softmax and PV 32.6 and 33.5; without decoding 42.2 and 47.7; without barriers (wrong
+results) 39.0 and 38.0. The parts overlap and none dominates. With 255 registers a thread instead of
+128 a lone block takes 37.9: the register limit costs 11 us of 49. One row for all keys takes 92:
+one address that all SMs read is slower than memory, hence no read for absent keys.
 """
 
+import math
 from dataclasses import dataclass
 from typing import Any
 
@@ -53,17 +59,16 @@ from sglang_dsv4.kernels.attention.operands import (
     fake_numbers,
     fake_operands,
 )
+from sglang_dsv4.kernels.hardware import SHARED_BYTES
 from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
 
-import os
-EARLY = os.environ.get('EARLY') == '1'
 THREADS = 256
 HEAD_TILES = (8, 16, 32)
 # Row lengths that spread rows over the banks: float32 scores of a head, bf16 weights of a head.
 SCORE_ROW = 4 * (TILE + 8)
 WEIGHT_ROW = 2 * (TILE + 8)
-# Shared memory of an SM of sm_90 and sm_100, of which the rest is L1; a hint elsewhere.
-MAX_SHARED = 228 << 10
+# Shared memory of each block that the driver keeps for itself.
+RESERVED_BYTES = 1024
 # Weights up to 2^GROWTH are as exact in bf16 and float32 as those up to 1.
 GROWTH = 64.0
 NOPE_TILE = TILE * NOPE_ROW
@@ -85,18 +90,23 @@ def shared_bytes(head_tile: int) -> int:
 
 
 class SparseAttention:
-    """The kernel for one static shape."""
+    """The kernel for one static shape on one architecture."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, arch: str) -> None:
         self.shape = shape
         self.heads = shape.head_tile
         self.blocks = shape.head_tile // 8
         self.rows = (shape.head_tile + 15) // 16
         self.lanes_per_head = THREADS // shape.head_tile
         self.keys_per_lane = TILE // self.lanes_per_head
-        self.blocks_per_sm = 2 if shape.head_tile <= 16 else 1
-        used = self.blocks_per_sm * (shared_bytes(shape.head_tile) + 1024)
-        self.carveout = -(-100 * used // MAX_SHARED)
+        # Two blocks share an SM where shared memory and, up to 16 heads, the registers allow it.
+        # What they leave of it (in percent) is L1.
+        block, sm = (
+            shared_bytes(shape.head_tile) + RESERVED_BYTES,
+            SHARED_BYTES[arch] + RESERVED_BYTES,
+        )
+        self.blocks_per_sm = min(sm // block, 2 if shape.head_tile <= 16 else 1)
+        self.carveout = math.ceil(100 * self.blocks_per_sm * block / sm)
 
     @cute.jit
     def __call__(self, operands: Operands, numbers: Numbers, stream: Any) -> None:
@@ -190,25 +200,19 @@ class SparseAttention:
         for r in cutlass.range_constexpr(4):
             self.fetch_words(r, lists, first, Int32(0), records, words)
         self.fetch_slot(lists, cutlass.min(first + 1, last - 1), upcoming)
-        for tile in cutlass.range(first, last):
+        for tile in cutlass.range(first, last, 1):
             self.locate(ptx.opaque(tid))
-            buffer = (tile - first) & 1
+            buffer = (Int32(tile) - first) & 1
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
             present = listed[0]
             scale_bytes = self.share_scales(scales)
-            if cutlass.const_expr(EARLY):
-                self.fetch_scales(lists, tile + 1, last, upcoming, listed, records, scales)
-                self.fetch_slot(lists, cutlass.min(tile + 2, last - 1), upcoming)
             for r in cutlass.range_constexpr(4):
                 self.score_keys(r, words, scale_bytes[r], present, query, buffer)
-                if cutlass.const_expr(EARLY):
-                    self.fetch_words(r, lists, tile + 1, 1 - buffer, records, words)
-            if cutlass.const_expr(not EARLY):
-                self.fetch_scales(lists, tile + 1, last, upcoming, listed, records, scales)
-                self.fetch_slot(lists, cutlass.min(tile + 2, last - 1), upcoming)
-                for r in cutlass.range_constexpr(4):
-                    self.fetch_words(r, lists, tile + 1, 1 - buffer, records, words)
+            self.fetch_scales(lists, tile + 1, last, upcoming, listed, records, scales)
+            self.fetch_slot(lists, cutlass.min(tile + 2, last - 1), upcoming)
+            for r in cutlass.range_constexpr(4):
+                self.fetch_words(r, lists, tile + 1, 1 - buffer, records, words)
             cute.arch.sync_threads()
             peak, total = self.softmax(peak, total, numbers.scale_log2)
             cute.arch.sync_threads()
@@ -563,4 +567,4 @@ class SparseAttention:
 def compile_sparse_attention(arch: str, shape: Shape) -> Any:
     """Compile for an architecture and a static shape, from fake tensors; needs no GPU."""
     operands = fake_operands(shape.lists.slot_bytes)
-    return compile_for(arch, SparseAttention(shape), operands, fake_numbers())
+    return compile_for(arch, SparseAttention(shape, arch), operands, fake_numbers())

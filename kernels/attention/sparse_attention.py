@@ -107,13 +107,13 @@ def sparse_attention(
         rows = plan.splits * num_tokens * num_heads
         part_out = torch.empty((rows, HEAD_DIM), dtype=torch.float32, device=q.device)
         part_lse = torch.empty((rows,), dtype=torch.float32, device=q.device)
-    has_lengths = comp_lengths is not None and num_comp > 0
-    lists = ListShape(window_page, comp_page, window_slots.element_size(), has_lengths)
+    lengths = None if comp_lengths is None or num_comp == 0 else comp_lengths.int().contiguous()
+    lists = ListShape(window_page, comp_page, window_slots.element_size(), lengths is not None)
     operands = Operands(
         q=_aligned(q, 8),
         window_slots=window_slots,
         comp_slots=comp_slots,
-        comp_lengths=comp_lengths.int().contiguous() if has_lengths else no_lengths,
+        comp_lengths=no_lengths if lengths is None else lengths,
         window_pool=window_pool,
         comp_pool=comp_pool,
         sinks=sinks.float().contiguous(),

@@ -8,9 +8,12 @@
 | sm_120, sm_121 | flashinfer | flashinfer (CUTLASS) | marlin |
 
 marlin: W4A16, the 4-bit weight is widened to bfloat16 in registers (``layers.marlin``). flashinfer:
-W4A4 on the FP4 tensor cores (``layers.flashinfer_fp4``; not run, no such GPU was there). dequant:
-bfloat16 from load on; four times the weight memory and traffic, hence on a GPU only when
-``SGLANG_DSV4_NVFP4_WEIGHT_KERNEL`` asks for it.
+W4A4 on the FP4 tensor cores (``layers.flashinfer_fp4``). dequant: bfloat16 from load on; four times
+the weight memory and traffic, hence on a GPU only when ``SGLANG_DSV4_NVFP4_WEIGHT_KERNEL`` asks.
+
+Run on a GPU (one H200): marlin for the small model's linear layers and experts, in CUDA graphs and
+out of them, its answers as expected. Not run: flashinfer, marlin on other GPUs, marlin for a packed
+o_a_proj (ModelOpt leaves it in bfloat16, a batched product), dequant on a GPU.
 
 The grouped projection runs as experts of Marlin's MoE kernel with a fixed routing, on Blackwell
 too: one launch instead of one a group, and a quarter of the bytes of a bfloat16 bmm (V4-Flash, 8
@@ -125,5 +128,6 @@ def describe(kernels: WeightKernels) -> str:
     runner = f" ({kernels.experts_runner})" if kernels.experts_runner else ""
     return (
         f"NVFP4 weights on {kernels.device}: linear {kernels.linear.value}, experts "
-        f"{kernels.experts.value}{runner}, o_a_proj {kernels.grouped.value}: {kernels.reason}"
+        f"{kernels.experts.value}{runner}, o_a_proj if packed {kernels.grouped.value}: "
+        f"{kernels.reason}"
     )

@@ -22,8 +22,9 @@ from sglang_dsv4.kernels.jit import cubin_of
 
 triton = pytest.importorskip("triton", reason="its wheel carries nvdisasm")
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-# The registers that ptxas may keep in local memory: outside the products, a few per tile.
-SPILLS_ALLOWED = 32
+# Loads and stores of registers in local memory, by tile of heads, as ptxas 13.4 leaves them where
+# two blocks share an SM (128 registers) or the tile is large. An SM of sm_120a holds one block.
+SPILLS_ALLOWED = {8: 19, 16: 33, 32: 17}
 
 
 def disassemble(arch, head_tile, folder):
@@ -48,7 +49,8 @@ def test_instructions(arch, head_tile, tmp_path):
     assert len(re.findall(r"LDSM\.16\.MT88\.4", sass)) == 16
     assert "LDGSTS.E.BYPASS" in sass and re.search(r"STS\.128", sass)
     assert re.search(r"HMUL2\.BF16", sass)
-    assert len(re.findall(r"\b(LDL|STL)\b", sass)) <= SPILLS_ALLOWED
+    spills = len(re.findall(r"\b(LDL|STL)\b", sass))
+    assert spills <= (0 if arch == "sm_120a" else SPILLS_ALLOWED[head_tile])
 
 
 def test_head_tiles_fit_the_device():

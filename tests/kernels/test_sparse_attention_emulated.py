@@ -30,7 +30,7 @@ def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, head_til
     shape = portable.Shape(head_tile, ListShape(*pages, 8, lengths is not None))
     kernel_class = device.load(portable)["SparseAttention"]
     merge_splits = device.load(combine)["combine"]
-    kernel = [kernel_class(shape) for _ in range(8)]
+    kernel = [kernel_class(shape, "sm_90a") for _ in range(8)]
     tokens, heads = q.shape[:2]
     put = device.tensor
     if lengths is None:

@@ -85,8 +85,8 @@ def test_the_log_line_names_every_choice():
     line = describe(weight_kernels((10, 0)))
     assert line == (
         "NVFP4 weights on sm_100: linear flashinfer, experts flashinfer "
-        "(flashinfer_trtllm_routed), o_a_proj marlin: sm_100 multiplies FP4 by FP4; o_a_proj is "
-        "bound by its weight's bytes"
+        "(flashinfer_trtllm_routed), o_a_proj if packed marlin: sm_100 multiplies FP4 by FP4; "
+        "o_a_proj is bound by its weight's bytes"
     )
     assert "\n" not in describe(weight_kernels(None))
 

@@ -7,7 +7,8 @@ L2 is overwritten before each replay, so records come from memory. FlashMLA (584
 legacy kernels) serves 64 or 128 heads only, so for fewer heads its time is that of 64. The bound
 is the larger of bytes / copy bandwidth and flops / matmul rate, both measured in the same run.
 --check first compares with the reference and prints every failure; --sweep times every kernel,
-tile of heads and number of splits beside the chosen ones (SWEEP_SPLITS).
+tile of heads and number of splits beside the chosen ones (SWEEP_SPLITS). A row that fails prints
+its error and goes to "errors" of the JSON; the others are still timed.
 """
 
 import argparse
@@ -17,6 +18,7 @@ import sys
 import traceback
 from dataclasses import replace
 from functools import partial
+from itertools import product
 from pathlib import Path
 
 import torch
@@ -37,7 +39,7 @@ WINDOW = 128
 COLD_BYTES = 160 << 20
 POOL_TOKENS = 1 << 19
 FP8_RECORD, FP8_PAGE = 584, 64
-HEADS, QUICK_HEADS = (8, 16, 32, 64, 128), (8, 16, 64, 128)
+HEADS = (8, 16, 32, 64, 128)
 BATCHES, QUICK_BATCHES = (1, 2, 4, 8, 16, 32, 64, 128, 256), (1, 16, 64, 128, 256)
 SWEEP_SPLITS = (1, 2, 3, 4, 5, 9, 18)
 
@@ -96,32 +98,12 @@ class Workload:
         """FlashMLA FP8 with 64 heads, or 128 for more; None where it is not installed."""
         if caches is None:
             return None
-        import flash_mla
-
-        heads = 64 if self.heads <= 64 else 128
-        q = torch.zeros(self.batch, 1, heads, 512, dtype=torch.bfloat16, device="cuda")
-        q[:, 0, : self.heads] = self.q
-        sinks = torch.zeros(heads, device="cuda")
-        meta = flash_mla.get_mla_metadata()[0]
-
-        def call(i):
-            return flash_mla.flash_mla_with_kvcache(
-                q=q,
-                k_cache=caches[0],
-                block_table=None,
-                cache_seqlens=None,
-                head_dim_v=512,
-                tile_scheduler_metadata=meta,
-                softmax_scale=SCALE,
-                is_fp8_kvcache=True,
-                indices=self.window_slots[i].unsqueeze(1),
-                attn_sink=sinks,
-                extra_k_cache=caches[1],
-                extra_indices_in_kvcache=self.comp_slots[i].unsqueeze(1),
-                use_legacy=True,
-            )
-
-        return graph_time([lambda i=i: call(i) for i in range(self.copies)])
+        heads = rival_heads(self.heads)
+        q = self.q.new_zeros(self.batch, heads, 512)
+        q[:, : self.heads] = self.q
+        call = flash_mla_fp8(q, caches)
+        lists = zip(self.window_slots, self.comp_slots, strict=True)
+        return graph_time([partial(call, window, comp) for window, comp in lists])
 
     def bound(self, roofs):
         """Microseconds: the larger of bytes over bandwidth and flops over rate."""
@@ -131,19 +113,50 @@ class Workload:
         return max(moved / roofs[0], flops / roofs[1]) * 1e6
 
 
-def flash_mla_caches():
-    """Two FP8 pools as FlashMLA reads them, or None with the reason printed."""
+def rival_heads(heads):
+    """The heads that FlashMLA computes for so many: 64, or 128."""
+    return 64 if heads <= 64 else 128
+
+
+def flash_mla_fp8(q, caches):
+    """Function of int32 window and compressed slots [T, K] that runs FlashMLA for q [T, H, 512]."""
+    import flash_mla
+
+    sinks = torch.zeros(q.shape[1], device="cuda")
+    meta = flash_mla.get_mla_metadata()[0]
+
+    def call(window, comp):
+        return flash_mla.flash_mla_with_kvcache(
+            q=q.unsqueeze(1),
+            k_cache=caches[0],
+            block_table=None,
+            cache_seqlens=None,
+            head_dim_v=512,
+            tile_scheduler_metadata=meta,
+            softmax_scale=SCALE,
+            is_fp8_kvcache=True,
+            indices=window.unsqueeze(1),
+            attn_sink=sinks,
+            extra_k_cache=caches[1],
+            extra_indices_in_kvcache=comp.unsqueeze(1),
+            use_legacy=True,
+        )
+
+    return call
+
+
+def flash_mla_caches(sizes=(POOL_TOKENS, POOL_TOKENS)):
+    """FP8 pools of so many records as FlashMLA reads them, or None with the reason printed."""
     try:
         import flash_mla  # noqa: F401
     except ImportError as error:
         print(f"no FlashMLA: {error}")
         return None
-    pages = POOL_TOKENS // FP8_PAGE
-    size = math.ceil(FP8_RECORD * FP8_PAGE / 576) * 576
+    page_bytes = math.ceil(FP8_RECORD * FP8_PAGE / 576) * 576
     caches = []
-    for _ in range(2):
-        storage = random_bytes(pages, size) & 0x37
-        view = storage[:, : FP8_PAGE * FP8_RECORD].view(pages, FP8_PAGE, 1, FP8_RECORD)
+    for size in sizes:
+        storage = random_bytes(math.ceil(size / FP8_PAGE), page_bytes) & 0x37
+        view = storage[:, : FP8_PAGE * FP8_RECORD].view(-1, FP8_PAGE, 1, FP8_RECORD)
         caches.append(view)
     return caches
 
@@ -233,34 +246,43 @@ def main():
     # Random bytes but for the sign-free small scales: time does not depend on the values.
     pools = [random_bytes(POOL_TOKENS // 64, layout.page_bytes) & 0x37 for _ in range(2)]
     caches = flash_mla_caches()
-    rival = {}
-    rows = []
+    rivals, rows, errors = {}, [], []
     print("   H  topk batch  ours us   FP8 us  ratio % bound  plan")
-    for topk in (512, 1024):
+    batches = QUICK_BATCHES if options.quick else BATCHES
+    for topk, heads, batch in product((512, 1024), options.heads or HEADS, batches):
         tiles = math.ceil(WINDOW / 64) + math.ceil(topk / 64)
-        for heads in options.heads or (QUICK_HEADS if options.quick else HEADS):
-            for batch in QUICK_BATCHES if options.quick else BATCHES:
-                work = Workload(batch, heads, topk, pools)
-                key = (topk, heads <= 64, batch)
-                if key not in rival:
-                    rival[key] = work.rival(caches)
-                row = {
-                    "heads": heads,
-                    "topk": topk,
-                    "batch": batch,
-                    "ours_us": work.ours(),
-                    "flash_mla_us": rival[key],
-                    "bound_us": work.bound(roofs),
-                    "plan": cases.describe_plan(plan_for(batch, heads, tiles, sms, arch)),
-                }
-                print(table_row(row), flush=True)
-                if options.sweep:
-                    row["sweep"] = sweep(work, tiles, sms, arch)
-                    print("      " + " ".join(f"{k}:{v:.1f}" for k, v in row["sweep"].items()))
-                rows.append(row)
-    report = {"device": name, "copy": roofs[0], "matmul": roofs[1], "rows": rows}
+        try:
+            work = Workload(batch, heads, topk, pools)
+            key = (topk, rival_heads(heads), batch)
+            if key not in rivals:
+                rivals[key] = work.rival(caches)
+            row = {
+                "heads": heads,
+                "topk": topk,
+                "batch": batch,
+                "ours_us": work.ours(),
+                "flash_mla_us": rivals[key],
+                "bound_us": work.bound(roofs),
+                "plan": cases.describe_plan(plan_for(batch, heads, tiles, sms, arch)),
+            }
+            print(table_row(row), flush=True)
+            if options.sweep:
+                row["sweep"] = sweep(work, tiles, sms, arch)
+                print("      " + " ".join(f"{k}:{v:.1f}" for k, v in row["sweep"].items()))
+            rows.append(row)
+        except Exception as error:
+            message = f"{type(error).__name__}: {error}".splitlines()[0]
+            errors.append({"heads": heads, "topk": topk, "batch": batch, "error": message})
+            print(f"{heads:>4}{topk:>6}{batch:>6}  failed: {message}", flush=True)
+    report = {
+        "device": name,
+        "copy": roofs[0],
+        "matmul": roofs[1],
+        "rows": rows,
+        "errors": errors,
+    }
     (options.out / "bench_sparse_attention.json").write_text(json.dumps(report, indent=1))
-    return 1 if failures else 0
+    return 1 if failures or errors else 0
 
 
 if __name__ == "__main__":

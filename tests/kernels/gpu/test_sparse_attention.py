@@ -60,9 +60,10 @@ def test_hostile(case):
         cases.check(inputs, plan)
 
 
+@pytest.mark.parametrize("heads", [8, 16, 64, 128])
 @pytest.mark.parametrize("tokens", [1, 16, 64, 300])
-def test_chosen_plan(tokens):
-    cases.check(make_inputs(tokens, 16, 128, 512, 64, seed=tokens))
+def test_chosen_plan(tokens, heads):
+    cases.check(make_inputs(tokens, heads, 128, 512, 64, seed=tokens))
 
 
 def test_the_environment_forces_a_kernel(monkeypatch):
