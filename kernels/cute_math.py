@@ -27,9 +27,12 @@ from typing import Any
 
 import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
-from cutlass._mlir import ir
-from cutlass._mlir.dialects import llvm
+from cutlass._mlir.dialects import llvm as _llvm
 from cutlass.cutlass_dsl import dsl_user_op
+
+# Members that are generated at import, which type checkers do not see.
+llvm: Any = _llvm
+_math: Any = cute.math
 
 E2M1_MIDPOINTS = (0.25, 0.75, 1.25, 1.75, 2.5, 3.5, 5.0)
 CODE_SCALE = 8.0
@@ -110,7 +113,8 @@ def words_of(pointer: cute.Pointer) -> cute.Pointer:
 
 def address_of(tensor: cute.Tensor, offset: Any) -> Int64:
     """Address of element `offset` of a tensor's memory."""
-    start: Any = tensor.iterator.toint()
+    iterator: Any = tensor.iterator
+    start: Any = iterator.toint()
     width: Any = tensor.element_type.width
     return Int64(start) + Int64(offset) * (width // 8)
 
@@ -124,8 +128,8 @@ def _load(
     condition: Any = None,
     otherwise: Sequence[Any] = (),
     *,
-    loc: ir.Location | None = None,
-    ip: ir.InsertionPoint | None = None,
+    loc: Any = None,
+    ip: Any = None,
 ) -> list[Any]:
     """1, 2 or 4 values of 32 or 64 bits at an address, or `otherwise`; see `after_loads`."""
     letter = "r" if kind.width == 32 else "l"
@@ -133,12 +137,11 @@ def _load(
     names = ", ".join(f"${i}" for i in range(count))
     target = f"{{{names}}}" if count > 1 else names
     load = f"ld.global{hint}{vector}.b{kind.width} {target}, [${count}];"
-    operands, constraints = [Int64(address)], ["=" + letter] * count + ["l"]
+    operands: list[Any] = [Int64(address)]
+    constraints = ["=" + letter] * count + ["l"]
     if condition is not None:
         # An operand tied to an output register: the load overwrites it or leaves it.
-        load = (
-            f"{{.reg .pred wanted; setp.ne.b32 wanted, ${count + 1}, 0; @wanted {load}}}"
-        )
+        load = f"{{.reg .pred wanted; setp.ne.b32 wanted, ${count + 1}, 0; @wanted {load}}}"
         operands += [Int32(condition), *otherwise]
         constraints += ["r", *[str(i) for i in range(count)]]
     single = kind.mlir_type
@@ -392,11 +395,11 @@ def e2m1_word(
         if len(inverse) == 1:
             quotient = value * inverse[0]
         else:
-            quotient = cute.math.fma(value, inverse[0], value * inverse[1])
+            quotient = _math.fma(value, inverse[0], value * inverse[1])
         magnitude = cutlass.min(absolute(quotient), Float32(6.0 * CODE_SCALE))
         power = float_of(word_of(magnitude) & Uint32(0x7F800000))
         power = cutlass.max(power, Float32(CODE_SCALE))
-        rounded = word_of(cute.math.fma(power, Float32(2.0**22), magnitude))
+        rounded = word_of(_math.fma(power, Float32(2.0**22), magnitude))
         # The steps to bits 29-31, and the exponent, whose field begins at bit 23, to bit 30.
         code = rounded * Uint32((1 << 29) + (1 << 7))
         word = (word << 1) | (word_of(value) >> 31)
@@ -416,7 +419,7 @@ def split_inverse(scale: Float32, reciprocal: Float32) -> list[Float32]:
     known = select(scale == Float32(0.0), Float32(0.0), reciprocal)
     hi = known * Float32(CODE_SCALE * (1.0 - 2.0**-21))
     # Exact: scale has four significant bits, and CODE_SCALE - scale * hi is below 2^-17.
-    rest = cute.math.fma(-scale, hi, Float32(CODE_SCALE))
+    rest = _math.fma(-scale, hi, Float32(CODE_SCALE))
     return [hi, rest * known]
 
 
@@ -441,8 +444,8 @@ def bf16_pair(low: Float32, high: Float32) -> Uint32:
 def corrected_sixth(amax: Float32) -> Float32:
     """amax / 6 correctly rounded, for 2^-100 <= amax <= 2^120, by a residue (Markstein)."""
     first = amax * Float32(1.0 / 6.0)
-    rest = cute.math.fma(Float32(-6.0), first, amax)
-    return cute.math.fma(rest, Float32(1.0 / 6.0), first)
+    rest = _math.fma(Float32(-6.0), first, amax)
+    return _math.fma(rest, Float32(1.0 / 6.0), first)
 
 
 def nvfp4_scale(amax: Float32) -> Uint32:

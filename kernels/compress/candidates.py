@@ -45,9 +45,7 @@ def weights_of(gates: Sequence[Float32]) -> tuple[Float32, list[Float32]]:
     return peak, [scaled_exp(gate, base) for gate in gates]
 
 
-def weighted_sums(
-    weights: Sequence[Float32], values: Sequence[Float32]
-) -> tuple[Float32, Float32]:
+def weighted_sums(weights: Sequence[Float32], values: Sequence[Float32]) -> tuple[Float32, Float32]:
     """Sum of the weights, and of the weighted values."""
     total, weighted = Float32(0.0), Float32(0.0)
     for weight, value in zip(weights, values, strict=True):
@@ -203,8 +201,9 @@ class Candidates:
     ) -> list[list[Uint32]]:
         """`step` words of each candidate's gate or kv from channel `start` of this thread on.
 
-        known: bit j says that candidate j is a row; ours: that it is one of the batch; units: 16-byte units from the first row to each row. Of a
-        bf16 row of the batch these words are all of LANE or, with one word, the channel's pair.
+        known: bit j says that candidate j is a row; ours: that it is one of the batch; units:
+        16-byte units from the first row to each row. Of a bf16 row of the batch these words are all
+        of LANE or, with one word, the channel's pair.
         """
         tensor = operands.gate if gate else operands.kv
         skipped = 4 * start

@@ -22,9 +22,9 @@ from sglang_dsv4.kernels.compress.operands import (
 )
 from sglang_dsv4.kernels.compress.tail import Tail
 from sglang_dsv4.kernels.compress.windows import (
+    FEW,
     MANY,
     THREADS,
-    FEW,
     FullWindows,
     OverlapWindows,
 )

@@ -1,11 +1,13 @@
-"""Device side of a finished indexer key: Hadamard, encode, paged insert (a record: `kv_store.record`).
+"""Device side of a finished indexer key: Hadamard, encode, paged insert.
+
+`kv_store.record` does the same for a latent record.
 
 One warp a key, LANE = 4 consecutive channels a lane.
 """
 
 from typing import Any
 
-from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute
+from cutlass import Float32, Int32, Int64, const_expr, cute
 
 from sglang_dsv4.cache.kv_layout import INDEXER_GROUP, IndexerLayout, KVFormat
 from sglang_dsv4.kernels import cute_math as cm

@@ -18,8 +18,8 @@ class Operands(NamedTuple):
     """The tensors that `compress_store` describes.
 
     kv and gate have rows the same distance apart. positions are the windows' first positions,
-    token_positions those of the batch; means float32 [W, 512] is scratch between the two launches of
-    ratio 128, unused with ratio 4.
+    token_positions those of the batch; means float32 [W, 512] is scratch between the two launches
+    of ratio 128, unused with ratio 4.
     """
 
     kv: Any

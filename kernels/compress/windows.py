@@ -4,11 +4,27 @@ OverlapWindows (CSA, ratio 4) also finishes and inserts them. 8 candidates a cha
 thread, so nothing is exchanged before the norm. A record takes a block of 128 threads, an indexer
 key one warp.
 
+Roofline, bf16 projections, records: each token's kv and gate are read once, 4096 B a token, and a
+window writes 384 B; with sources, positions and table rows 4.3 KB a token, so 4096 tokens are
+17.6 MB. As many bytes of bias as of kv and gate are read from L1. Indexer keys: 1.1 KB a token.
+About 10 flops a value: bandwidth only. A thread's registers hold all that it reads, so the kernel
+exists twice: with 128 registers, and with 64 for launches that 512 threads an SM would not hold.
+
 FullWindows (HCA, ratio 128) leaves float32 means to the second launch (`tail`): a window is 128 KB
 of kv and as much of gate, of which 4096 tokens close only 32, so eight blocks share one. A block
 owns 64 channels, 16 threads wide, in 16 groups of eight candidates, whose sums meet in shared
-memory. With many windows, most of them padding in a decode graph, a block looks for the next one
-that is not, 32 slots a load.
+memory. 4096 tokens are 9.5 MB; as many bytes of bias again come from L2, since it is float32 and as
+tall as a window. With many windows, most of them padding in a decode graph, a block looks for the
+next one that is not, 32 slots a load.
+
+Measured on an H200, 2026-12-02 (BENCHMARKS.md), both launches: prefill of 4096 tokens takes 9.3 us
+(C4), 9.5 us (C128) and 5.1 us (indexer keys), 69%, 55% and 67% of a copy of as many bytes; decode
+of 256 requests 6.2, 5.6 and 4.4 us, 59%, 50% and 49%. Before loads were issued together and the
+second launch was programmatic: 11.9, 17.2 and 8.6 us, and 10.5, 11.1 and 9.7 us. The plans had no
+padding. No variants were timed that would tell what limits it now; decode moves 1.3 to 5.2 MB in
+nearly the same time, so there it is latency, not bandwidth.
+
+Padding windows (slot -1) read indices and norm weights, and nothing else.
 """
 
 from typing import Any
@@ -56,9 +72,7 @@ def load_rows(operands: Operands, window: Int32, first: Any) -> list[Int64]:
 class OverlapWindows:
     """Ratio 4: one block forms one record or four indexer keys."""
 
-    def __init__(
-        self, is_bf16: bool, layout: RecordLayout | IndexerLayout, resident: int
-    ) -> None:
+    def __init__(self, is_bf16: bool, layout: RecordLayout | IndexerLayout, resident: int) -> None:
         self.layout = layout
         self.width = layout.head_dim
         self.lanes = self.width // LANE
@@ -69,8 +83,11 @@ class OverlapWindows:
         self.candidates = Candidates(
             is_bf16, 2 * self.width, series, [j % 4 for j in range(COUNT)], step
         )
-        keys = isinstance(layout, IndexerLayout)
-        self.writer: Any = KeyWriter(layout) if keys else RecordWriter(layout, LANE)
+        self.writer: Any
+        if isinstance(layout, IndexerLayout):
+            self.writer = KeyWriter(layout)
+        else:
+            self.writer = RecordWriter(layout, LANE)
 
     @cute.jit
     def __call__(self, operands: Operands, eps: Float32, stream: Any) -> None:
@@ -199,7 +216,7 @@ class FullWindows:
             cm.store_vector(target, [cm.float_at(sums, (k, i)) for i in range(LANE)])
         cute.arch.sync_threads()
         if thread < FULL_LANES * LANE:
-            peaks = [partial[thread, j, 0] for j in range(FULL_GROUPS)]
+            peaks: list[Any] = [partial[thread, j, 0] for j in range(FULL_GROUPS)]
             peak = peaks[0]
             for j in range_constexpr(1, FULL_GROUPS):
                 peak = cute.arch.fmax(peak, peaks[j])

@@ -62,11 +62,14 @@ def score_shape(
 def topk_shape(num_tokens: int, num_pages: int, index_bytes: int, arch: str, sms: int) -> TopkShape:
     """Small blocks for many rows; else one large block a row, or a cluster of them if it is long.
 
-    A cluster is taken only where its blocks find a free SM each.
+    A cluster is taken only where its blocks find a free SM each. Few rows of up to 32768 entries
+    take four blocks each: 15 us against 20 us on one, 18 us on two (H200).
     """
     if num_tokens > sms:
         return TopkShape(256, SMALL_CHUNK, 1, index_bytes)
     entries, cluster = num_pages * PAGE, 1
+    if 2 * SMALL_CHUNK < entries <= 4 * SMALL_CHUNK and 8 * num_tokens <= sms:
+        return TopkShape(1024, SMALL_CHUNK, 4, index_bytes)
     fitting = [TopkShape(1024, chunk, 1, index_bytes).shared_bytes for chunk in CHUNKS]
     room = SHARED_BYTES[arch] - RESERVED_SHARED
     largest = max(chunk for chunk, size in zip(CHUNKS, fitting, strict=True) if size <= room)

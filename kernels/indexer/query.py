@@ -7,7 +7,11 @@ every lane rotates eight pairs and no warp diverges. The stages keep the referen
 sum is contracted: the bits are the reference's.
 
 Roofline, bf16: reads and writes 256 B a head, 8 flops a value and two shuffles: bandwidth only.
-4096 tokens of 64 heads move 134 MB.
+4096 tokens of 64 heads move 135 MB.
+
+Measured on an H200, 2026-12-02 (BENCHMARKS.md), 64 heads: 4096 tokens take 40.2 us, 3.4 TB/s, 85%
+of the rate of a copy of as many bytes; 16 tokens 3.6 us, that copy 1.9 us. The bits of the result
+were the reference's in 100 tests.
 """
 
 from typing import Any
@@ -119,8 +123,8 @@ class IndexerQuery:
         target = Int64(index) * HEAD_DIM + lane * VECTOR
         for piece in range_constexpr(PIECES):
             at = target + piece * PIECE
-            part = values[piece * VECTOR : (piece + 1) * VECTOR]
-            cm.store_vector(cm.element_pointer(out, at, VECTOR_BYTES), part)
+            span_values = values[piece * VECTOR : (piece + 1) * VECTOR]
+            cm.store_vector(cm.element_pointer(out, at, VECTOR_BYTES), span_values)
 
 
 @compiled_kernel

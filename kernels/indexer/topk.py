@@ -12,6 +12,12 @@ go by entry.
 Roofline, per row: 4 bytes an entry read once where shared memory holds the row (five times beyond),
 8 bytes a selected slot written. With so few bytes the time is that of about 15 block barriers and
 of the loads and shared atomics between them.
+
+Measured on an H200, 2026-12-02, topk 512: one row of 8192 scores takes 8.8 us, of which 2.3 are the
+launch, 1.2 the load, 1.8 the search of bins, 1.3 the counting and 2.2 the placing; 128 rows 10.0
+us; 4096 rows 157 us (two thirds more with blocks of 512 or 1024 threads). 32768 scores: 20.5 us on
+one block, 15.2 us on four; 128 rows 23.3 us. 262144 scores on eight blocks: 33 us. torch.topk
+takes 56, 82 and 587 us for 1, 128 and 4096 rows of 8192 scores.
 """
 
 from dataclasses import dataclass

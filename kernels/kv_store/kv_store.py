@@ -6,12 +6,16 @@ lane takes its neighbour's 8 code bytes and stores 16; four scale bytes meet in 
 
 Roofline, NVFP4 record, bf16 kv, a token: reads 1024 B of kv, 256 B of the RoPE table and 16 B of
 indices, writes 384 B; the 1-2 KB of norm weights stay in L1. 1680 B, so 4096 tokens are 6.9 MB.
-About 30 arithmetic instructions a value (14 of them encode e2m1, which sm_90 has no instruction
-for) are 0.06 G thread instructions at 4096 tokens, the same order as the memory time: neither
-hides a launch, and below about 2000 tokens the launch is all there is.
-Measured on an H200, 2026-12-02 (BENCHMARKS.md): 256 tokens 3.5 us, 4096 tokens 7.6 us, against 1.9
-and 3.6 us of a copy of as many bytes: 47% of copy at 4096. 16 times the bytes take 2.2 times the
-time, so a part that does not grow with the bytes limits it, not bandwidth.
+480 instructions a warp, 30 for each 16 bytes of kv, are 0.06 G thread instructions at 4096 tokens,
+the same order as the memory time. All loads are issued before the first is waited for, but the
+table's row, whose address is one of them.
+The launch is programmatic: its blocks are there when the kernel before it ends. Every block waits
+for that end before it reads or writes memory.
+Measured on an H200, 2026-12-02 (BENCHMARKS.md): 256 tokens 1.9 us, 4096 tokens 4.3 us, 101% and 82%
+of a copy of as many bytes (1.9 and 3.6 us). Variants of the same run, 4096 tokens: 5.0 us with an
+ordinary launch, 5.2 us with the table's row asked for after the sum of squares, 2.8 us with the
+loads alone, 1.9 us with blocks that do nothing; 7.5 us before loads were in this order and e2m1
+took 14 instructions a value. So about a third is arithmetic and stores that the loads do not hide.
 
 Bits. All steps but one have the reference's rounding (`cute_math`), so the record is the
 reference's bit for bit whenever the mean square is. The sum of 512 squares is taken in another

@@ -15,7 +15,6 @@ from cutlass import Float32, Int32, Int64, Uint32, const_expr, cute, range_const
 from sglang_dsv4.cache.kv_layout import NVFP4_GROUP, KVFormat, RecordLayout
 from sglang_dsv4.kernels import cute_math as cm
 
-
 ROPE_DIM = 64
 
 

@@ -9,12 +9,20 @@ shared memory that each warp has for itself, 32 columns of eight rows a slot. Wa
 memory, blocks in distributed shared memory, always summed in the same order: a token's result has
 the same bits in every batch.
 
-Roofline, hc_pre at hidden 4096: 32 KB a token in, 8 KB out, 3.1 Mflop of products with fn in two
+Roofline, hc_pre at hidden 4096: 32 KB a token in, 8 KB out, 1.6 Mflop of products with fn in two
 parts on the tensor cores: bandwidth only. But every cluster reads fn, 1.6 MB, from L2: 32 tokens
 bring in 1 MB of streams, so L2 moves 2.5 times the streams' bytes (5 times at hidden 7168, where
 only 16 tokens fit in registers). For few tokens the launch, one trip to memory, and 39 dependent
 normalisations are all there is; when there are many tokens the normalisations are a launch of their
 own, one thread a token, as nothing overlaps them here.
+
+Measured on an H200, 2026-12-02 (BENCHMARKS.md). hc_pre of 16 tokens takes 9.3 us (width 4096) and
+13.5 us (7168), of which the 39 normalisations are 1.3 us; a copy of as many bytes, fn among them,
+takes 2.5 and 3.1 us. A block of few tokens is bound by the latency of its part of fn, 196 KB and
+344 KB, which only eight SMs fetch: clusters of 16, which not every GPU has, took 8.8 and 10.5 us.
+256 tokens are 16 clusters and take twice as long as 64, as not all find eight free SMs in one of
+the GPU's clusters of SMs. 4096 tokens take 149.5 us (28% of a copy's rate) and 216.2 us (33%): one
+block an SM, whose loading, products and meeting follow each other.
 """
 
 from dataclasses import dataclass
@@ -279,7 +287,7 @@ class Collapse:
         return words
 
     def copies(
-        self, fn: cute.Tensor, ring: Int32, rank: Int32, warp: Int32, lane: Int32
+        self, fn: cute.Tensor, ring: Any, rank: Int32, warp: Any, lane: Any
     ) -> tuple[Int64, Int32]:
         """Where in fn and in the ring this lane's first 16-byte copy of a slot lies."""
         row, piece = lane // PIECES, lane % PIECES
@@ -288,7 +296,7 @@ class Collapse:
         place = warp * SLOT_BYTES + row * ROW_BYTES + (piece ^ (row & 1)) * VECTOR_BYTES
         return source, ring + place
 
-    def reads(self, ring: Int32, warp: Int32, lane: Int32) -> list[Int32]:
+    def reads(self, ring: Any, warp: Any, lane: Any) -> list[Int32]:
         """Where in the ring this lane's two pieces of a slot lie: columns 8 c .. 8 c + 7."""
         row, piece = lane // 4, lane % 4 * 2
         start = ring + (warp * SLOT_BYTES + row * ROW_BYTES)

@@ -30,9 +30,10 @@ class CompressPlan:
         ratio. A value in [0, T) is a row of the batch, T + i the i-th state row, -1 no token
         (value 0, gate -inf).
     positions: [W] position of the window's first token.
-    slots: [W] destination in the compressed pool, -1 to skip (padding).
+    slots: [W] destination in the compressed pool; one outside the pool (-1) is padding and skipped.
     write_rows: [M] batch rows stored to the state, after the windows were formed.
-    write_locs: [M] their state rows, -1 to skip; none may repeat.
+    write_locs: [M] their state rows; none may repeat. An entry whose row is not in the batch or
+        whose state row is not in the state (-1) is padding and skipped.
     """
 
     ratio: int
@@ -91,7 +92,8 @@ def compress(
     gates = [_gather(gate[:, part], state_gate[:, part], rows, -torch.inf) for rows, part in series]
     entries = _weighted_sum(torch.cat(values, dim=1), torch.cat(gates, dim=1))
 
-    kept = plan.write_locs >= 0
+    kept = (plan.write_locs >= 0) & (plan.write_locs < state.shape[0])
+    kept &= (plan.write_rows >= 0) & (plan.write_rows < kv.shape[0])
     rows, locs = plan.write_rows[kept], plan.write_locs[kept]
     state[locs] = torch.cat((kv[rows], gate[rows]), dim=-1)
     return entries

@@ -95,8 +95,9 @@ def test_topk_shapes():
 
     assert sizes(1, 128) == sizes(132, 128) == (1024, 8192, 1)
     assert sizes(1, 129) == sizes(132, 256) == (1024, 16384, 1)
-    assert sizes(1, 257) == sizes(132, 4096) == (1024, 32768, 1)
-    assert sizes(1, 257, "sm_120a") == (1024, 16384, 2)
+    assert sizes(1, 257) == sizes(16, 512) == sizes(1, 257, "sm_120a") == (1024, 8192, 4)
+    assert sizes(17, 512) == sizes(132, 4096) == (1024, 32768, 1)
+    assert sizes(17, 512, "sm_120a") == (1024, 16384, 2)
     assert sizes(1, 513) == (1024, 32768, 2) and sizes(16, 4096) == (1024, 32768, 8)
     assert sizes(17, 4096) == (1024, 32768, 4)
     assert sizes(133, 4096) == sizes(4096, 1) == (256, 8192, 1)

@@ -21,6 +21,7 @@ sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 import mhc_cases as cases
 
 from sglang_dsv4.errors import UnsupportedError
+from sglang_dsv4.kernels.hardware import SHARED_BYTES
 from sglang_dsv4.kernels.indexer.query import compile_indexer_query
 from sglang_dsv4.kernels.jit import cubin_of
 from sglang_dsv4.kernels.mhc import collapse, gates
@@ -41,8 +42,13 @@ KERNELS = {
     "query": (compile_indexer_query, (BF16, 64), 8, 4, 0, 0),
     "query-f32": (compile_indexer_query, (F32, 8), 12, 8, 0, 0),
 }
-ONE_ARCH = ("pre-tiny", "head", "query-f32")
-CASES = [(name, arch) for name in KERNELS for arch in ARCHS[: 1 if name in ONE_ARCH else 3]]
+# Architectures of a kernel where they are not all: two row tiles do not fit in sm_120a's shared
+# memory, and some differ too little from their neighbours to be compiled three times.
+SOME_ARCHS = {"pre-many": 2, "pre-tiny": 1, "head": 1, "query-f32": 1}
+CASES = [(name, arch) for name in KERNELS for arch in ARCHS[: SOME_ARCHS.get(name, 3)]]
+# Width 7168 holds 64 stream values of a thread's 128 registers; a few addresses and values wait in
+# local memory, once for each cluster.
+STACK_BYTES = {"pre-pro": 192}
 
 
 def stack_bytes(cubin, folder):
@@ -59,8 +65,9 @@ def test_compiles_and_is_what_it_claims(name, arch, tmp_path):
     builder, static, loads, stores, copies, products = KERNELS[name]
     cubin = cubin_of(builder, arch, *static)
     found = instructions(cubin, tmp_path)
-    assert not [op for op in found if op.startswith(("LDL", "STL"))]
-    assert set(stack_bytes(cubin, tmp_path)) == {0}
+    if name not in STACK_BYTES:
+        assert not [op for op in found if op.startswith(("LDL", "STL"))]
+    assert max(stack_bytes(cubin, tmp_path)) <= STACK_BYTES.get(name, 0)
     assert not [op for op in found if re.match(r"D(ADD|MUL|FMA|SETP)|F2F\.\w*64", op)]
     wide = [op for op in found if ".128" in op]
     assert sum(op.startswith("LDG.") for op in wide) >= loads, wide
@@ -75,6 +82,18 @@ def test_a_shape_covers_the_width(hidden):
     shape = shape_of(hidden)
     assert shape.blocks * shape.warps * shape.chunks * 32 == hidden
     assert shape.warps <= 16
+
+
+@pytest.mark.parametrize("arch", ARCHS)
+@pytest.mark.parametrize("hidden", [256, 4096, 5120, 7168, 8192])
+@pytest.mark.parametrize("tokens", [1, 4096])
+def test_the_ring_holds_a_step(tokens, hidden, arch):
+    shape = shape_of(hidden)
+    row_tiles = shape.row_tiles(tokens, arch)
+    kernel = collapse.Collapse(shape, 24, row_tiles, True, SHARED_BYTES[arch])
+    # All column tiles of one stream's 32 columns are waited for together.
+    assert kernel.ahead >= kernel.tiles == 3
+    assert row_tiles == 1 or tokens > 256
 
 
 @pytest.mark.parametrize("hidden", [40, 8224, 11 * 1024])

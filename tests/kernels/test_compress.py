@@ -160,6 +160,31 @@ def test_padding_windows_and_rows_are_harmless():
     assert not pool.any()
 
 
+def test_rows_outside_batch_or_state_are_padding():
+    # A CUDA graph has as many rows as tokens, whatever is written.
+    kv, gate, bias = torch.randn(3, 256), torch.randn(3, 256), torch.randn(4, 256)
+    positions, state = torch.tensor([4, 5, 6]), torch.full((8, 512), float("nan"))
+    far = 2**40
+    plan = CompressPlan(
+        ratio=4,
+        source=torch.tensor([[-1] * 4 + [3 + 7, 0, 1, 2], [-1] * 8]),
+        positions=torch.tensor([0, 0]),
+        slots=torch.tensor([1, -1]),
+        write_rows=torch.tensor([1, -1, 3, far, 0, 2, -far, 0]),
+        write_locs=torch.tensor([4, 5, 6, 0, 8, -1, 1, far]),
+    )
+    state[7] = 0.0
+    entries = compress(kv, gate, bias, positions, state, plan)
+    # The state row, then the batch: gate 0 with value 0, and three biased gates.
+    gates = torch.cat((torch.zeros(1, 128), (gate + bias[positions % 4])[:, 128:]))
+    values = torch.cat((torch.zeros(1, 128), kv[:, 128:]))
+    torch.testing.assert_close(entries[0], (gates.softmax(0) * values).sum(0), **TOLERANCE)
+    assert torch.equal(entries[1], torch.zeros(128))
+    assert torch.equal(state[4], torch.cat((kv[1], gate[1] + bias[1])))
+    assert torch.equal(state[7], torch.zeros(512))
+    assert state[[0, 1, 2, 3, 5, 6]].isnan().all()
+
+
 def test_nothing_to_do():
     none = torch.zeros(0, 256)
     plan = plan_of(4, 0, 0, 8)

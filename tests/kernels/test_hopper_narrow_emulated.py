@@ -16,13 +16,6 @@ from sglang_dsv4.kernels.attention.operands import Numbers, Operands
 from sglang_dsv4.kernels.reference.sparse_attention import sparse_attention
 
 
-def f16_to_f32(bits):
-    return np.asarray(bits, np.uint32).astype(np.uint16).view(np.float16).astype(np.float32)
-
-
-WIDEN = {"bf16": bf16_to_f32, "f16": f16_to_f32}
-
-
 class HopperInstructions(Instructions):
     """Warpgroup products as what each warp computes at once: its 16 rows, with all of B.
 
@@ -32,27 +25,6 @@ class HopperInstructions(Instructions):
 
     def fma(self, a, b, c):
         return (full(a, np.float64) * b + c).astype(np.float32)
-
-    def bits_to_f32(self, bits):
-        return full(bits, np.uint32).view(np.float32)
-
-    def e4m3x4_to_f16x2(self, word):
-        pairs = []
-        for shift in (0, 16):
-            low, high = self.e4m3x2_to_f32x2((full(word, np.uint32) >> np.uint32(shift)) & 0xFFFF)
-            pairs.append(self.pack_f16x2(low, high))
-        return tuple(pairs)
-
-    def pack_f16x2(self, low, high):
-        low, high = (full(x, np.float32).astype(np.float16).view(np.uint16) for x in (low, high))
-        return low.astype(np.uint32) | (high.astype(np.uint32) << np.uint32(16))
-
-    def mul_f16x2(self, a, b):
-        products = []
-        for shift in (0, 16):
-            x, y = (f16_to_f32((full(v, np.uint32) >> np.uint32(shift)) & 0xFFFF) for v in (a, b))
-            products.append(x * y)
-        return self.pack_f16x2(*products)
 
     def load_record_x4(self, address):
         return self.global_load_x4(address)
@@ -100,14 +72,14 @@ class HopperInstructions(Instructions):
     def descriptor_low(self, address):
         return ((address >> 4) & 0x3FFF) | (1 << 16)
 
-    def _operand(self, low, offset, rows, columns, kind):
-        """[rows, columns] values of a descriptor, 8 rows every 1024 bytes, 128 bytes a row."""
+    def _operand(self, low, offset, rows, columns):
+        """[rows, columns] bf16 of a descriptor, 8 rows every 1024 bytes, 128 bytes a row."""
         start = (int(np.unique(low).item()) & 0x3FFF) * 16 + offset
         r, c = np.arange(rows)[:, None], np.arange(columns)[None]
         at = start + r // 8 * 1024 + r % 8 * 128 + c * 2
         at = at ^ ((at >> 7 & 7) << 4)
         raw = self.shared.bytes
-        return WIDEN[kind](raw[at].astype(np.uint32) | (raw[at + 1].astype(np.uint32) << 8))
+        return bf16_to_f32(raw[at].astype(np.uint32) | (raw[at + 1].astype(np.uint32) << 8))
 
     def _add(self, sums, rows, cols):
         """sums of [16, 16] x [n, 16]^T in a warp's accumulators."""
@@ -118,24 +90,24 @@ class HopperInstructions(Instructions):
             out.append(full(value, np.float32) + product[row, col])
         return out
 
-    def wgmma_registers(self, sums, a, b, steps, kind="bf16"):
+    def wgmma_registers(self, sums, a, b, steps):
         for i, step in enumerate(steps):
             rows = np.zeros((16, 16), np.float32)
             for r in range(4):
                 for e in range(2):
                     word = full(a[4 * i + r], np.uint32) >> np.uint32(16 * e)
                     at = GROUP + 8 * (r % 2), 2 * QUAD + e + 8 * (r // 2)
-                    rows[at] = WIDEN[kind](word & 0xFFFF)
-            sums = self._add(sums, rows, self._operand(b, step, 2 * len(sums), 16, kind))
+                    rows[at] = bf16_to_f32(word & 0xFFFF)
+            sums = self._add(sums, rows, self._operand(b, step, 2 * len(sums), 16))
         return sums
 
-    def wgmma_transposed(self, sums, a, b, rows, steps, kind="bf16"):
+    def wgmma_transposed(self, sums, a, b, rows, steps):
         each = len(sums) // len(rows)
         sums, first = list(sums), 16 * self.device.local.warp
         for step_a, step_b in steps:
-            cols = self._operand(b, step_b, 2 * each, 16, kind)
+            cols = self._operand(b, step_b, 2 * each, 16)
             for i, row in enumerate(rows):
-                block = self._operand(a, row + step_a, 16, 64, kind).T[first : first + 16]
+                block = self._operand(a, row + step_a, 16, 64).T[first : first + 16]
                 part = slice(i * each, (i + 1) * each)
                 sums[part] = self._add(sums[part], block, cols)
         return sums

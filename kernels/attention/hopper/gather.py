@@ -151,7 +151,7 @@ class Gather:
                 if cutlass.const_expr(half in halves):
                     hopper.barrier_wait(self.empty(barriers, buffer, half), parity ^ 1)
                     self._store(half, warp, lane, units, start, data[half])
-                    if cutlass.const_expr(half == 0):
+                    if cutlass.const_expr(half == 0):  # noqa: SIM102 (static, then dynamic)
                         if lane == 0:
                             mask = masks + buffer * MASK_BYTES + warp * 2
                             hopper.shared_store_u16(mask, data[0][36])

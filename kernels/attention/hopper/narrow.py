@@ -1,8 +1,8 @@
 """Sparse attention for at most 32 heads on WGMMA (sm_90a): the heads are the products' N.
 
 One warpgroup, one block, serves one token, one tile of 8, 16 or 32 heads and one share of the
-token's keys, 64 keys at a time; two or three blocks share an SM, so that one's loads, decoding and
-softmax hide behind another's products. Nothing is padded to 64 heads, nothing is decoded twice:
+token's keys, 64 keys at a time; two or three blocks share an SM. Nothing is padded to 64 heads,
+nothing is decoded twice:
 
 - S^T = K Q^T. Records go from global memory to registers, one tile ahead; a quad holds two keys.
   Decoded registers are the A operand of m64nNk16 as they are (the order of dims inside the
@@ -12,16 +12,34 @@ softmax hide behind another's products. Nothing is padded to 64 heads, nothing i
   all threads. So most tiles need no exchange between lanes or warps. Sums of weights stay with
   their threads until the end.
 - O^T = V^T P^T: A is the tile in shared memory read across its rows, B the weights of the heads.
-  The products run on while the next tile's first keys are decoded.
 
-Tile in shared memory: 8 atoms of [64 keys, 64 places] bf16 in the 128-byte swizzle. Unit u (8
-places) of atom a holds eight dims from `_first_dim(a, u)`, NoPE in the order of `unpack8` and
-times 2^-8; Q's NoPE dims carry the 2^8 for the scores, the output's gain carries it for the values.
+Tile in shared memory: 8 atoms of [64 keys, 64 places] bf16 in the 128-byte swizzle. Places
+8 (4 u + j) + 2 q + (0, 1) of an atom hold pair j of the eight dims that lane q of a quad decodes as
+word u (`_first_dim`), NoPE in the order of `unpack8` and times 2^-8; Q's NoPE dims carry the 2^8
+for the scores, the output's gain carries it for the values.
 
 Roofline, per token: bytes = 384 (window + K) + 2 x 1024 H; flops = 2 x 2 H (window + K) 512. At
 4.2 TB/s an SM has 1350 cycles for 64 keys. Shared memory, per 64 keys: 64 KB written and 64 KB
 read for V, 2 KB x heads read for Q and P: 1280 cycles at 16 heads. Decoding: 3584 words of 19
 instructions, 530 cycles of the SM's issue.
+
+Measured on an H200, 2026-12-02, window 128, microseconds with the best of the timed splits, over
+FlashMLA's FP8 kernel with 64 heads in the same run:
+
+    H  top-k  batch 1      16           64           128          256
+    8   512   11.7 1.17x   14.4 1.25x   23.8 1.87x   36.1 1.29x   56.3 1.58x
+    16  512   12.3 1.10x   14.2 1.28x   22.0 2.02x   30.6 1.52x   43.1 2.07x
+    8   1024  12.9 1.19x   18.3 1.24x   32.4 1.88x   52.4 1.43x   92.7 1.55x
+    16  1024  13.5 1.13x   17.5 1.31x   29.8 2.04x   43.8 1.71x   68.8 2.08x
+    32  512   17.1 0.80x                38.0 1.17x                78.5 1.14x
+
+From 10 to 18 tiles at batch 256, two blocks on an SM take 1.6 us for each further 64 keys at 16
+heads, 2820 cycles at 1.755 GHz and twice the bound; 11 us of a call do not depend on the keys. A
+block alone on its SM takes 2.15 us (3770 cycles; 8 heads 4920), so two blocks overlap by a third
+only: something that they share is taken up, and it is not known what. Left out one at a time, 16
+heads, 264 tokens, top-k 1024, of 69.3 us: decoding 53.0, products with V 61.3, proxy fences 64.4,
+softmax 69.3. Changed: loads after the softmax 68.8; decoding by way of e4m3 in f16, 15 instructions
+a word, 69.1; products with V under way across tiles 69.4.
 """
 
 from dataclasses import dataclass
@@ -76,8 +94,6 @@ def shared_bytes(head_tile: int) -> int:
 
 class NarrowAttention:
     """The kernel for one static shape."""
-
-    EARLY = True
 
     def __init__(self, shape: NarrowShape) -> None:
         self.shape = shape
@@ -134,9 +150,7 @@ class NarrowAttention:
             present = (tid < self.heads) & (head < operands.out.shape[1])
             row = split * Int32(operands.out.shape[0]) + token
             at = (Int64(row) * operands.out.shape[1] + head) * 4
-            ptx.global_store_f32_if(
-                present, address(operands.part_lse) + at, Float32(-Float32.inf)
-            )
+            ptx.global_store_f32_if(present, address(operands.part_lse) + at, Float32(-Float32.inf))
 
     @cute.jit
     def attend(
@@ -181,22 +195,16 @@ class NarrowAttention:
         hopper.fence_async()
         cute.arch.sync_threads()
 
-        for tile in cutlass.range(first, last):
+        for tile in cutlass.range(first, last, 1):
             present = [listed[h] != Uint32(0) for h in range(2)]
             scores = self.score(words, scales, listed)
-            if cutlass.const_expr(self.EARLY):
-                if tile + 1 < last:
-                    self.fetch_records(lists, tile + 1, upcoming, listed, words, scales)
-                    if tile + 2 < last:
-                        self.fetch_slots(lists, tile + 2, upcoming)
+            if tile + 1 < last:
+                self.fetch_records(lists, tile + 1, upcoming, listed, words, scales)
+                if tile + 2 < last:
+                    self.fetch_slots(lists, tile + 2, upcoming)
             scores = hopper.wgmma_wait(scores, 0)
             self.softmax(scores, present, shifts, totals, started, values, numbers.scale_log2)
             self.accumulate(values)
-            if cutlass.const_expr(not self.EARLY):
-                if tile + 1 < last:
-                    self.fetch_records(lists, tile + 1, upcoming, listed, words, scales)
-                    if tile + 2 < last:
-                        self.fetch_slots(lists, tile + 2, upcoming)
             self.settle(values)
 
         cute.arch.sync_threads()
@@ -249,7 +257,7 @@ class NarrowAttention:
     def load_query(
         self, query: Any, q: Any, token: Int32, first_head: Int32, num_heads: Any
     ) -> None:
-        """Start the loads of Q: of each eight heads, lane group g takes one and warp w two atoms."""
+        """Start the loads of Q: of eight heads, lane group g takes one and warp w two atoms."""
         row = address(q) + Int64(token) * q.stride[0] * 2
         for n in range(self.blocks):
             head = first_head + n * 8 + self.group
@@ -310,7 +318,7 @@ class NarrowAttention:
         return scores
 
     def settle(self, values: Any) -> None:
-        """Wait for the last tile's products, of all warps."""
+        """Wait for the tile's products, of all warps, before V and P are written anew."""
         sums = hopper.wgmma_wait([values[i] for i in range(ATOMS * self.sums)], 0)
         for i, value in enumerate(sums):
             values[i] = value
@@ -319,10 +327,7 @@ class NarrowAttention:
     def key_scales(self, pair: int, h: int, scales: Any, listed: Any) -> list[Uint32]:
         """Scale pairs of a key for this lane's words of two atoms; 0 for a key without record."""
         at = KEY_SCALES * h + 2 * pair
-        if pair < 3:
-            selector = Uint32(self.quad * 0x22 + 0x10)
-        else:
-            selector = Uint32(self.quad)
+        selector = Uint32(self.quad * 0x22 + 0x10 if pair < 3 else self.quad)
         both = ptx.prmt(scales[at], scales[at + 1], selector) & listed[h]
         return scale_pairs(both)
 

@@ -159,11 +159,11 @@ def wgmma_ss(
     """Products of 16 bf16 each, both operands in shared memory, committed as one group.
 
     sums: accumulators of m64n(2 len)k16, or their number when the first product starts them;
-    steps: byte offsets of A and B for each product; trans_b 1: B is MN-major; parts: the sums are cut
-    into parts of so many, whose columns of B lie at these byte offsets.
+    steps: byte offsets of A and B for each product; trans_b 1: B is MN-major; parts: the sums are
+    cut into parts of so many, whose columns of B lie at these byte offsets.
     """
     fresh = isinstance(sums, int)
-    n = sums if fresh else len(sums)
+    n = sums if isinstance(sums, int) else len(sums)
     first = n if fresh else 2 * n
     lines = ["{.reg .pred p; .reg .b64 a, b;", "wgmma.fence.sync.aligned;"]
     for i, (step_a, step_b) in enumerate(steps):

@@ -67,8 +67,6 @@ V_STEPS = [16 * 128 * k for k in range(TILE // 16)]
 class WideAttention:
     """The kernel for one static shape."""
 
-    LATE = True
-
     def __init__(self, lists: ListShape) -> None:
         self.gather = Gather(GatherConfig(WARPGROUP, BUFFERS, lists))
         self.shared_bytes = BARRIERS_AT + self.gather.barrier_bytes + 4 * tiles.BARRIER_BYTES
@@ -128,9 +126,7 @@ class WideAttention:
             head = first_head + tid
             present = (tid < HEADS) & (head < operands.out.shape[1])
             at = (Int64(row) * operands.out.shape[1] + head) * 4
-            ptx.global_store_f32_if(
-                present, address(operands.part_lse) + at, Float32(-Float32.inf)
-            )
+            ptx.global_store_f32_if(present, address(operands.part_lse) + at, Float32(-Float32.inf))
 
     def init_barriers(self) -> None:
         """For one thread: each of four warps arrives once where warpgroups wait for each other."""
@@ -185,7 +181,7 @@ class WideAttention:
             sums[i] = Float32(0.0)
         return sums
 
-    def locate(self, base: Int32, tid: Int32) -> None:
+    def locate(self, base: Any, tid: Any) -> None:
         """Places in shared memory, and what a consumer thread is: rows `row` and `row + 8`."""
         self.keys, self.query = base, base + QUERY_AT
         self.weights, self.factors = base + WEIGHTS_AT, base + FACTORS_AT
@@ -240,19 +236,15 @@ class WideAttention:
             buffer, parity = self.gather.place(n)
             start = self.keys + buffer * tiles.BUFFER_BYTES
             self.multiply_scores(scores, query, start, buffer, parity)
-            if cutlass.const_expr(self.LATE):
-                if n > 0:
-                    self.hand_over(n - 1)
+            if n > 0:
+                self.hand_over(n - 1)
             low, high = hopper.shared_load_u32x2(self.masks + buffer * tiles.MASK_BYTES)
             if (low & high) != Uint32(0xFFFFFFFF):
                 self.mask_scores(scores, low, high)
             self.softmax(scores, weights, factors, peak, total, scale_log2)
             hopper.barrier_wait(self.taken(n), ((n >> 1) & 1) ^ 1)
             self.store_weights(n, weights, factors)
-            if cutlass.const_expr(self.LATE):
-                if n == count - 1:
-                    self.hand_over(n)
-            else:
+            if n == count - 1:
                 self.hand_over(n)
             self.rescale(sums, factors)
             values = hopper.descriptor_mn_major(start, tiles.ATOM_BYTES)
@@ -411,7 +403,9 @@ class WideAttention:
                 ptx.global_store_f32_if(mine, address(operands.lse) + at, log_sum * Float32(LN2))
                 sink_at = Int64(choose(present, head, first_head)) * 4
                 sink = ptx.global_load_f32(address(operands.sinks) + sink_at)
-                gains[h] = numbers.out_scale / (total[h] + ptx.exp2(sink * Float32(LOG2_E) - origin))
+                gains[h] = numbers.out_scale / (
+                    total[h] + ptx.exp2(sink * Float32(LOG2_E) - origin)
+                )
             else:
                 ptx.global_store_f32_if(mine, address(operands.part_lse) + at, log_sum)
             gains[h] = choose(total[h] == Float32(0.0), Float32(0.0), gains[h])
@@ -463,6 +457,4 @@ class WideAttention:
 @compiled_kernel
 def compile_wide(arch: str, lists: ListShape) -> Any:
     """Compile for an architecture and a static shape, from fake tensors; needs no GPU."""
-    return compile_for(
-        arch, WideAttention(lists), fake_operands(lists.slot_bytes), fake_numbers()
-    )
+    return compile_for(arch, WideAttention(lists), fake_operands(lists.slot_bytes), fake_numbers())

@@ -227,13 +227,19 @@ class Batch:
         """Padding windows and rows, as a CUDA graph of a larger batch has."""
         plan, device = self.plan, self.device
         none = torch.full((windows,), -1, dtype=torch.int64, device=device)
+
+        def outside(count, size, phase):
+            """-1, a place inside and one just outside in turn: never both inside."""
+            turn = torch.arange(count, device=device) + phase
+            return torch.tensor([-1, 0, size], device=device)[turn % 3]
+
         self.plan = reference.CompressPlan(
             ratio=self.ratio,
             source=torch.cat((plan.source, none[:, None].expand(-1, plan.source.shape[1]))),
             positions=torch.cat((plan.positions, none * 0)),
             slots=torch.cat((plan.slots, none)),
-            write_rows=torch.cat((plan.write_rows, torch.zeros_like(none[:1]).expand(rows))),
-            write_locs=torch.cat((plan.write_locs, none[:1].expand(rows))),
+            write_rows=torch.cat((plan.write_rows, outside(rows, len(self.kv), 1))),
+            write_locs=torch.cat((plan.write_locs, outside(rows, len(self.state), 0))),
         )
         return self
 
