@@ -7,7 +7,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dsv4.kernels.attention.hopper.gather import GatherConfig
 from sglang_dsv4.kernels.attention.hopper.wide import REGISTERS, WideAttention, compile_wide
 from sglang_dsv4.kernels.attention.lists import ListShape
 from sglang_dsv4.kernels.hardware import SHARED_BYTES
@@ -15,7 +14,6 @@ from sglang_dsv4.kernels.jit import cubin_of
 
 sys.path.insert(0, str(Path(__file__).resolve().parent / "gpu"))
 
-from hopper_gather_dump import compile_gather_dump
 
 triton = pytest.importorskip("triton", reason="its wheel carries nvdisasm")
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
@@ -50,11 +48,3 @@ def test_registers_and_shared_memory_fit():
     assert sum(REGISTERS) * 128 <= 1 << 16 and all(n % 8 == 0 for n in REGISTERS)
     kernel = WideAttention(ListShape(64, 64, 8))
     assert kernel.shared_bytes + 1024 <= SHARED_BYTES["sm_90a"]
-
-
-@pytest.mark.parametrize("threads, buffers", [(128, 2), (256, 1), (128, 3)])
-def test_gather_alone(threads, buffers, tmp_path):
-    config = GatherConfig(threads, buffers, ListShape(64, 2, 8, True))
-    sass = disassemble(cubin_of(compile_gather_dump, "sm_90a", config), tmp_path)
-    assert len(re.findall(r"STS\.128", sass)) == 32
-    assert not re.findall(r"\b(LDL|STL)\b", sass)

@@ -9,12 +9,11 @@ in the buffer's validity mask (two 32-bit words, key k at bit k) is 0. A NaN sca
 NaN.
 
 Half 0 of a buffer is atoms 0 to 3 with the mask, half 1 atoms 4 to 7; each has its own pair of
-mbarriers, so that a consumer can give back or await half a tile. 128 threads fill either half: one
-producer warpgroup fills both in turn, of two each fills one. Warp w fills keys [16 w, 16 w + 16),
-a pair of lanes one key: NoPE by 32 bytes (one atom) a load, a lane 32 dims of it. Eight lanes copy
-the RoPE dims of a key. Both ways each eight lanes of a store touch every bank once. Words of the
-next tile are loaded into registers as soon as those of this one are decoded, slots one tile
-earlier still.
+mbarriers, so that a consumer can give back or await half a tile. One warpgroup fills both in turn.
+Warp w fills keys [16 w, 16 w + 16), a pair of lanes one key: NoPE by 32 bytes (one atom) a load, a
+lane 32 dims of it. Eight lanes copy the RoPE dims of a key. Both ways each eight lanes of a store
+touch every bank once. Words of the next tile are loaded into registers as soon as those of this one
+are decoded, slots one tile earlier still.
 
 Roofline, per tile: 24 KB read, 64 KB written to shared memory (512 cycles), 3584 words to decode
 of 19 instructions each.
@@ -46,9 +45,8 @@ NOPE_ATOMS = (4, 3)
 
 @dataclass(frozen=True)
 class GatherConfig:
-    """Static shape: producer threads (128 or 256), buffers, and what the lists are."""
+    """Static shape: buffers, and what the lists are."""
 
-    threads: int
     buffers: int
     lists: ListShape
 
@@ -102,30 +100,7 @@ class Gather:
         masks: Int32,
         barriers: Int32,
     ) -> None:
-        """Fill the buffers with tiles [first, last) in turn; tid counts producer threads from 0.
-
-        All producer threads take part, warps whole.
-        """
-        if cutlass.const_expr(self.config.threads == 128):
-            self._fill((0, 1), tid, lists, first, last, keys, masks, barriers)
-        elif tid < 128:
-            self._fill((0,), tid, lists, first, last, keys, masks, barriers)
-        else:
-            self._fill((1,), tid - 128, lists, first, last, keys, masks, barriers)
-
-    @cute.jit
-    def _fill(
-        self,
-        halves: cutlass.Constexpr,
-        tid: Int32,
-        lists: TokenLists,
-        first: Int32,
-        last: Int32,
-        keys: Int32,
-        masks: Int32,
-        barriers: Int32,
-    ) -> None:
-        """The loop over tiles for 128 threads and the given halves."""
+        """Fill the buffers with tiles [first, last) in turn; tid counts the warpgroup's threads."""
         warp, lane = cute.arch.make_warp_uniform(tid >> 5), tid & 31
         upcoming = cute.make_rmem_tensor(1, Int64 if self.config.lists.slot_bytes == 8 else Int32)
         key = warp * 16 + (lane >> 1)
@@ -140,29 +115,27 @@ class Gather:
             self._load_slot(lists, first, key, upcoming)
             self._locate(lists, warp, lane, first, upcoming, where)
             for half in cutlass.range_constexpr(HALVES):
-                if cutlass.const_expr(half in halves):
-                    self._fetch(half, lists, lane, first, where, data[half])
+                self._fetch(half, lists, lane, first, where, data[half])
         if count > 1:
             self._load_slot(lists, first + 1, key, upcoming)
         for n in cutlass.range(count):
             buffer, parity = self.place(n)
             start = keys + buffer * BUFFER_BYTES
             for half in cutlass.range_constexpr(HALVES):
-                if cutlass.const_expr(half in halves):
-                    hopper.barrier_wait(self.empty(barriers, buffer, half), parity ^ 1)
-                    self._store(half, warp, lane, units, start, data[half])
-                    if cutlass.const_expr(half == 0):  # noqa: SIM102 (static, then dynamic)
-                        if lane == 0:
-                            mask = masks + buffer * MASK_BYTES + warp * 2
-                            hopper.shared_store_u16(mask, data[0][36])
-                    hopper.fence_async()
-                    cute.arch.sync_warp()
+                hopper.barrier_wait(self.empty(barriers, buffer, half), parity ^ 1)
+                self._store(half, warp, lane, units, start, data[half])
+                if cutlass.const_expr(half == 0):  # noqa: SIM102 (static, then dynamic)
                     if lane == 0:
-                        hopper.barrier_arrive(self.full(barriers, buffer, half))
-                    if n + 1 < count:
-                        if cutlass.const_expr(half == halves[0]):
-                            self._locate(lists, warp, lane, first + n + 1, upcoming, where)
-                        self._fetch(half, lists, lane, first + n + 1, where, data[half])
+                        mask = masks + buffer * MASK_BYTES + warp * 2
+                        hopper.shared_store_u16(mask, data[0][36])
+                hopper.fence_async()
+                cute.arch.sync_warp()
+                if lane == 0:
+                    hopper.barrier_arrive(self.full(barriers, buffer, half))
+                if n + 1 < count:
+                    if cutlass.const_expr(half == 0):
+                        self._locate(lists, warp, lane, first + n + 1, upcoming, where)
+                    self._fetch(half, lists, lane, first + n + 1, where, data[half])
             if n + 2 < count:
                 self._load_slot(lists, first + n + 2, key, upcoming)
 

@@ -68,7 +68,7 @@ class WideAttention:
     """The kernel for one static shape."""
 
     def __init__(self, lists: ListShape) -> None:
-        self.gather = Gather(GatherConfig(WARPGROUP, BUFFERS, lists))
+        self.gather = Gather(GatherConfig(BUFFERS, lists))
         self.shared_bytes = BARRIERS_AT + self.gather.barrier_bytes + 4 * tiles.BARRIER_BYTES
 
     @cute.jit
