@@ -69,7 +69,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Server]:
     command += ["--model-path", str(MODEL_DIR), "--port", str(port)]
     command += ["--context-length", str(CONTEXT_LENGTH)]
     command += ["--max-total-tokens", str(MAX_TOTAL_TOKENS)]
-    command += ["--max-running-requests", str(MAX_RUNNING_REQUESTS)]
+    command += ["--max-running-requests", str(MAX_RUNNING_REQUESTS), "--enable-metrics"]
     with log.open("w") as sink:
         process = subprocess.Popen(
             command, stdout=sink, stderr=subprocess.STDOUT, start_new_session=True, cwd="/"

@@ -187,8 +187,25 @@ def test_capacity_in_the_log_is_what_the_buffers_hold(server):
     assert f" {tokens} tokens of context" in total[0]
 
 
-def test_metrics_of_the_endpoint(server):
+def test_models_are_listed(server):
     assert requests.get(f"{server.url}/v1/models", timeout=60).json()["data"]
+
+
+def test_metrics_show_the_use_of_the_pools(server, golden):
+    """SGLang's Prometheus gauges know both kinds of slots and, beside their use, their number."""
+    server.chat(golden["recall_90"]["messages"])
+    wanted = {
+        "sglang:max_total_num_tokens": MAX_TOTAL_TOKENS,
+        "sglang:max_total_num_tokens_swa": int(MAX_TOTAL_TOKENS * 0.1) // 256 * 256,
+    }
+    usage = ("sglang:full_token_usage", "sglang:swa_token_usage", "sglang:num_used_tokens")
+    gauges = {}
+    for line in requests.get(f"{server.url}/metrics", timeout=60).text.splitlines():
+        if not line.startswith("#"):
+            name, _, value = line.rpartition(" ")
+            gauges[name.partition("{")[0]] = float(value)
+    assert {name: gauges.get(name) for name in wanted} == wanted
+    assert all(gauges[name] >= 0 for name in usage)
 
 
 def pool_lines(log: str) -> dict[str, tuple[int, int, int]]:

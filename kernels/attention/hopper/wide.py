@@ -19,9 +19,10 @@ tile of 64 keys and 64 heads the products take 2048 cycles of the tensor cores, 
 moves 1024 (QK) + 576 (PV) + 512 (decoded keys) cycles of 128 bytes.
 
 Measured on an H200, 2026-12-02 (BENCHMARKS.md): a block alone on its SM takes 2.26 us (3970 cycles)
-a tile and about 17 us besides; without the stores of decoded keys 2740 cycles, without decoding
-3070, without softmax 3420. Shared memory is what limits it. 4096 queries with 640 keys each: 918 us
-at 64 heads, 1800 us at 128.
+a tile and about 17 us besides; with the words stored undecoded 3070 cycles, neither decoded nor
+stored 2740, decoded but without softmax 3420. So decoding by one warp a scheduler costs most, about
+900 cycles, and 700 of the rest are not products. 4096 queries with 640 keys each: 918 us at 64
+heads, 1800 us at 128.
 """
 
 from typing import Any
