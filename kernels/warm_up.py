@@ -9,6 +9,7 @@ import logging
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from functools import partial
 
 import torch
 
@@ -66,30 +67,27 @@ def warm_up(ops: Operations, shapes: ServedShapes, device: torch.device) -> None
 def _steps(
     ops: Operations, shapes: ServedShapes, device: torch.device
 ) -> Iterator[tuple[str, Callable[[], None]]]:
-    buffers = _Buffers(shapes, device)
-    yield "mHC", lambda: _hyper_connections(ops, shapes, buffers)
-    yield "q_norm_rope and inverse_rope", lambda: _rotations(ops, shapes, buffers)
-    yield "kv_store", lambda: _store(ops, shapes, buffers)
+    buffers = _Buffers(device)
+    yield "mHC", partial(_hyper_connections, ops, shapes, buffers)
+    yield "q_norm_rope and inverse_rope", partial(_rotations, ops, shapes, buffers)
+    yield "kv_store", partial(_store, ops, shapes, buffers)
     for name, ratio, layout in (
         ("compress C4", 4, shapes.c4),
         ("compress C128", 128, shapes.c128),
         ("compress indexer keys", 4, shapes.keys),
     ):
         if layout is not None:
-            yield (
-                name,
-                lambda ratio=ratio, layout=layout: _compress(ops, buffers, ratio, layout),  # type: ignore[misc]
-            )
+            yield name, partial(_compress, ops, buffers, ratio, layout)
     if shapes.keys is not None:
-        yield "indexer", lambda: _index(ops, shapes, buffers)
-    yield "sparse attention", lambda: _attend(ops, shapes, buffers)
+        yield "indexer", partial(_index, ops, shapes, shapes.keys, buffers)
+    yield "sparse attention", partial(_attend, ops, shapes, buffers)
 
 
 class _Buffers:
     """Zeroed inputs, made on demand."""
 
-    def __init__(self, shapes: ServedShapes, device: torch.device) -> None:
-        self.shapes, self.device = shapes, device
+    def __init__(self, device: torch.device) -> None:
+        self.device = device
         self.table = torch.zeros(2, ROPE_DIM, device=device)
 
     def bf16(self, *size: int) -> torch.Tensor:
@@ -167,10 +165,7 @@ def _compress(
         )
 
 
-def _index(ops: Operations, shapes: ServedShapes, buffers: _Buffers) -> None:
-    layout = shapes.keys
-    if layout is None:
-        return
+def _index(ops: Operations, shapes: ServedShapes, layout: IndexerLayout, buffers: _Buffers) -> None:
     pool = buffers.pool(layout)
     pages = 2 * shapes.index_topk // layout.page_size + 1
     for tokens in TOKENS:

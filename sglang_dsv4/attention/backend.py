@@ -5,6 +5,7 @@ Prefill and decode are the same operation on other slot lists (``metadata``).
 """
 
 import logging
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -215,32 +216,35 @@ class Dsv4AttentionBackend(AttentionBackend):
 def batch_rows(forward_batch: "ForwardBatch") -> BatchRows:
     """The fields of SGLang's batch that the slot lists derive from; decode is an extend by one."""
     seq_lens = forward_batch.seq_lens.long()
-    positions = forward_batch.positions.long()
-    requests = torch.arange(len(seq_lens), device=seq_lens.device)
     host_seq = _host_lengths(forward_batch.seq_lens_cpu, seq_lens)
+    longest = max(host_seq, default=0)
     if forward_batch.forward_mode.is_decode_or_idle():
-        prefix_lens, row_of_token = seq_lens - 1, requests
-        host_prefix = [length - 1 for length in host_seq]
-    else:
-        prefix_lens = forward_batch.extend_prefix_lens.long()
-        row_of_token = torch.repeat_interleave(
-            requests, seq_lens - prefix_lens, output_size=len(positions)
-        )
-        host_prefix = _host_lengths(forward_batch.extend_prefix_lens_cpu, prefix_lens)
+        return decode_rows(forward_batch, longest, [(length - 1, length) for length in host_seq])
+    positions = forward_batch.positions.long()
+    prefix_lens = forward_batch.extend_prefix_lens.long()
+    host_prefix = _host_lengths(forward_batch.extend_prefix_lens_cpu, prefix_lens)
     return BatchRows(
         req_pool_indices=forward_batch.req_pool_indices.long(),
         prefix_lens=prefix_lens,
         seq_lens=seq_lens,
         positions=positions,
         out_cache_loc=forward_batch.out_cache_loc.long(),
-        row_of_token=row_of_token,
-        max_seq_len=max(host_seq, default=0),
+        row_of_token=torch.repeat_interleave(
+            torch.arange(len(seq_lens), device=seq_lens.device),
+            seq_lens - prefix_lens,
+            output_size=len(positions),
+        ),
+        max_seq_len=longest,
         host_spans=list(zip(host_prefix, host_seq, strict=True)),
     )
 
 
-def decode_rows(forward_batch: "ForwardBatch", max_seq_len: int) -> BatchRows:
-    """A decode batch whose shapes depend on its number of requests alone."""
+def decode_rows(
+    forward_batch: "ForwardBatch",
+    max_seq_len: int,
+    host_spans: Sequence[tuple[int, int]] | None = None,
+) -> BatchRows:
+    """A decode batch; without spans its shapes depend on its number of requests alone."""
     seq_lens = forward_batch.seq_lens.long()
     return BatchRows(
         req_pool_indices=forward_batch.req_pool_indices.long(),
@@ -250,7 +254,7 @@ def decode_rows(forward_batch: "ForwardBatch", max_seq_len: int) -> BatchRows:
         out_cache_loc=forward_batch.out_cache_loc.long(),
         row_of_token=torch.arange(len(seq_lens), device=seq_lens.device),
         max_seq_len=max_seq_len,
-        host_spans=None,
+        host_spans=host_spans,
     )
 
 

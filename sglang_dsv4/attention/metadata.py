@@ -97,7 +97,9 @@ class AttentionMetadata:
 
     def csa_lengths(self, topk: int) -> torch.Tensor:
         """Entries that the indexer selects for each token: int32 [T]."""
-        return self._csa_lengths.setdefault(topk, self.c4_visible.clamp(max=topk))
+        if topk not in self._csa_lengths:
+            self._csa_lengths[topk] = self.c4_visible.clamp(max=topk)
+        return self._csa_lengths[topk]
 
     @cached_property
     def _csa_lengths(self) -> dict[int, torch.Tensor]:

@@ -1,10 +1,9 @@
 """The CPU emulator with the instructions of the indexer kernels; blocks run without a cluster."""
 
-import sys
-import types
+import threading
 
 import numpy as np
-from warp_emulator import GROUP, LANES, QUAD, Device, Instructions, bf16_to_f32, fresh, full
+from warp_emulator import GROUP, LANES, QUAD, Device, Instructions, bf16_to_f32, full
 
 
 class IndexerInstructions(Instructions):
@@ -114,9 +113,9 @@ class IndexerInstructions(Instructions):
 class IndexerDevice(Device):
     """Runs kernels of every family; copies take effect where their condition held."""
 
-    def __init__(self, size):
-        import threading
+    emulated = "sglang_dsv4.kernels."
 
+    def __init__(self, size):
         super().__init__(size)
         self.counting = threading.Lock()
 
@@ -133,19 +132,3 @@ class IndexerDevice(Device):
 
     def _replacements(self):
         return {**super()._replacements(), "extra": IndexerInstructions(self)}
-
-    def load(self, module):
-        """As in the base class, with the imports from every module of kernels."""
-        if module.__name__ not in self.loaded:
-            copy = fresh(module)
-            namespace = self.loaded[module.__name__] = {**vars(copy), **self._replacements()}
-            for name, value in vars(copy).items():
-                home = getattr(value, "__module__", None) or ""
-                is_code = isinstance(value, types.FunctionType | type)
-                if name in self._replacements() or not is_code or home not in sys.modules:
-                    continue
-                if home == module.__name__:
-                    namespace[name] = self._rebound(value, namespace)
-                elif home.startswith("sglang_dsv4.kernels."):
-                    namespace[name] = self.load(sys.modules[home])[name]
-        return self.loaded[module.__name__]

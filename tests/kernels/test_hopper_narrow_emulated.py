@@ -1,18 +1,14 @@
 """The narrow Hopper kernel's own source, lane by lane on the CPU, against the reference."""
 
-import math
-
+import attention_emulation
 import numpy as np
 import pytest
 import torch
-from test_sparse_attention_emulated import make_pool
+from attention_emulation import list_shape, make_pool
 from warp_emulator import GROUP, LANES, QUAD, Device, Instructions, bf16_to_f32, full
 
 from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
-from sglang_dsv4.kernels.attention import combine
 from sglang_dsv4.kernels.attention.hopper import narrow
-from sglang_dsv4.kernels.attention.lists import ListShape
-from sglang_dsv4.kernels.attention.operands import Numbers, Operands
 from sglang_dsv4.kernels.reference.sparse_attention import sparse_attention
 
 
@@ -121,59 +117,14 @@ class HopperDevice(Device):
 
 
 def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, head_tile, splits):
-    """(out, lse) of the kernel's source; splits > 1 runs the combination too."""
-    device = HopperDevice(1 << 24)
-    pages = (layout.page_size for layout in layouts)
-    shape = narrow.NarrowShape(head_tile, ListShape(*pages, 8, lengths is not None))
-    kernel_class = device.load(narrow)["NarrowAttention"]
-    merge_splits = device.load(combine)["combine"]
-    kernel = [kernel_class(shape) for _ in range(4)]
-    tokens, heads = q.shape[:2]
-    put = device.tensor
-    if lengths is None:
-        lengths = torch.zeros(1, dtype=torch.int32)
-    operands = Operands(
-        put(q.view(torch.int16).numpy()),
-        *(put(slots.numpy()) for slots in lists),
-        put(lengths.numpy()),
-        *(put(pool.numpy()) for pool in pools),
-        sinks=put(sinks.numpy()),
-        out=put(np.full((tokens, heads, 512), 0x7FC0, np.uint16)),
-        lse=put(np.full((tokens, heads), np.nan, np.float32)),
-        part_out=put(np.full((splits * tokens * heads, 512), np.nan, np.float32)),
-        part_lse=put(np.full((splits * tokens * heads,), np.nan, np.float32)),
+    """(out, lse) of the kernel's source."""
+    shape = narrow.NarrowShape(head_tile, list_shape(layouts, lengths))
+    return attention_emulation.emulate(
+        HopperDevice(1 << 24),
+        narrow,
+        lambda names: names["NarrowAttention"](shape),
+        *(q, lists, lengths, pools, sinks, scale, out_scale, head_tile, splits),
     )
-    numbers = Numbers(
-        np.int32(lists[0].shape[1]),
-        np.int32(lists[1].shape[1]),
-        np.int32(splits),
-        np.float32(scale * math.log2(math.e)),
-        np.float32(out_scale),
-    )
-    head_tiles = math.ceil(heads / head_tile)
-
-    def attention():
-        kernel[device.local.warp].kernel(operands, numbers, np.int32(head_tiles))
-
-    grid = (tokens * head_tiles, splits, 1)
-    device.launch(attention, grid, narrow.THREADS, narrow.shared_bytes(head_tile))
-    if splits > 1:
-        device.launch(
-            lambda: merge_splits(
-                operands.part_out,
-                operands.part_lse,
-                operands.sinks,
-                operands.out,
-                operands.lse,
-                numbers.splits,
-                numbers.out_scale,
-            ),
-            (tokens * heads, 1, 1),
-            128,
-            16,
-        )
-    bits = torch.from_numpy(operands.out.read().astype(np.int32)).to(torch.int16)
-    return bits.view(torch.bfloat16), torch.from_numpy(operands.lse.read())
 
 
 @pytest.mark.parametrize(

@@ -1,82 +1,25 @@
 """The portable kernel's own source, lane by lane on the CPU, against the reference."""
 
-import math
-
-import numpy as np
+import attention_emulation
 import pytest
 import torch
+from attention_emulation import list_shape, make_pool
 from warp_emulator import Device
 
 from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
-from sglang_dsv4.kernels.attention import combine, portable
-from sglang_dsv4.kernels.attention.lists import ListShape
-from sglang_dsv4.kernels.attention.operands import Numbers, Operands
-from sglang_dsv4.kernels.reference.kv_store import write_records
+from sglang_dsv4.kernels.attention import portable
 from sglang_dsv4.kernels.reference.sparse_attention import sparse_attention
 
 
-def make_pool(layout, pages, generator):
-    pool = torch.randint(0, 256, (pages, layout.page_bytes), generator=generator).to(torch.uint8)
-    rows = pages * layout.page_size
-    latent = torch.randn(rows, 512, generator=generator) * 3
-    write_records(latent, torch.arange(rows), pool, layout)
-    return pool
-
-
 def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, head_tile, splits):
-    """(out, lse) of the kernel's source; splits > 1 runs the combination too."""
-    device = Device(1 << 24)
-    pages = (layout.page_size for layout in layouts)
-    shape = portable.Shape(head_tile, ListShape(*pages, 8, lengths is not None))
-    kernel_class = device.load(portable)["SparseAttention"]
-    merge_splits = device.load(combine)["combine"]
-    kernel = [kernel_class(shape, "sm_90a") for _ in range(8)]
-    tokens, heads = q.shape[:2]
-    put = device.tensor
-    if lengths is None:
-        lengths = torch.zeros(1, dtype=torch.int32)
-    operands = Operands(
-        put(q.view(torch.int16).numpy()),
-        *(put(slots.numpy()) for slots in lists),
-        put(lengths.numpy()),
-        *(put(pool.numpy()) for pool in pools),
-        sinks=put(sinks.numpy()),
-        out=put(np.full((tokens, heads, 512), 0x7FC0, np.uint16)),
-        lse=put(np.full((tokens, heads), np.nan, np.float32)),
-        part_out=put(np.full((splits * tokens * heads, 512), np.nan, np.float32)),
-        part_lse=put(np.full((splits * tokens * heads,), np.nan, np.float32)),
+    """(out, lse) of the kernel's source."""
+    shape = portable.Shape(head_tile, list_shape(layouts, lengths))
+    return attention_emulation.emulate(
+        Device(1 << 24),
+        portable,
+        lambda names: names["SparseAttention"](shape, "sm_90a"),
+        *(q, lists, lengths, pools, sinks, scale, out_scale, head_tile, splits),
     )
-    numbers = Numbers(
-        np.int32(lists[0].shape[1]),
-        np.int32(lists[1].shape[1]),
-        np.int32(splits),
-        np.float32(scale * math.log2(math.e)),
-        np.float32(out_scale),
-    )
-    head_tiles = math.ceil(heads / head_tile)
-
-    def attention():
-        kernel[device.local.warp].kernel(operands, numbers, np.int32(head_tiles))
-
-    grid = (tokens * head_tiles, splits, 1)
-    device.launch(attention, grid, portable.THREADS, portable.shared_bytes(head_tile))
-    if splits > 1:
-        device.launch(
-            lambda: merge_splits(
-                operands.part_out,
-                operands.part_lse,
-                operands.sinks,
-                operands.out,
-                operands.lse,
-                numbers.splits,
-                numbers.out_scale,
-            ),
-            (tokens * heads, 1, 1),
-            128,
-            16,
-        )
-    bits = torch.from_numpy(operands.out.read().astype(np.int32)).to(torch.int16)
-    return bits.view(torch.bfloat16), torch.from_numpy(operands.lse.read())
 
 
 @pytest.mark.parametrize(

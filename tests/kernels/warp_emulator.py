@@ -300,7 +300,12 @@ class Instructions:
 
 
 class Device:
-    """One GPU: global memory, and a launcher of blocks whose warps are threads."""
+    """One GPU: global memory, and a launcher of blocks whose warps are threads.
+
+    Imports from modules whose names begin with ``emulated`` run on it too.
+    """
+
+    emulated = "sglang_dsv4.kernels.attention"
 
     def __init__(self, size):
         self.memory = Memory(size)
@@ -384,7 +389,7 @@ class Device:
                     continue
                 if home == module.__name__:
                     namespace[name] = self._rebound(value, namespace)
-                elif home.startswith("sglang_dsv4.kernels.attention"):
+                elif home.startswith(self.emulated):
                     namespace[name] = self.load(sys.modules[home])[name]
         return self.loaded[module.__name__]
 

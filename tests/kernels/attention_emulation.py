@@ -1,0 +1,94 @@
+"""Runs an attention kernel's own source on the emulated device, the combination included."""
+
+import math
+
+import numpy as np
+import torch
+
+from sglang_dsv4.kernels.attention import combine
+from sglang_dsv4.kernels.attention.lists import ListShape
+from sglang_dsv4.kernels.attention.operands import Numbers, Operands
+from sglang_dsv4.kernels.reference.kv_store import write_records
+
+
+def make_pool(layout, pages, generator):
+    pool = torch.randint(0, 256, (pages, layout.page_bytes), generator=generator).to(torch.uint8)
+    rows = pages * layout.page_size
+    latent = torch.randn(rows, 512, generator=generator) * 3
+    write_records(latent, torch.arange(rows), pool, layout)
+    return pool
+
+
+def list_shape(layouts, lengths):
+    """Static shape of a call's lists, with int64 slots."""
+    window, comp = (layout.page_size for layout in layouts)
+    return ListShape(window, comp, 8, lengths is not None)
+
+
+def emulate(
+    device,
+    module,
+    make_kernel,
+    q,
+    lists,
+    lengths,
+    pools,
+    sinks,
+    scale,
+    out_scale,
+    head_tile,
+    splits,
+):
+    """(out, lse) of the kernel that make_kernel(names of the module) gives for one warp.
+
+    splits > 1 runs the combination too.
+    """
+    names = device.load(module)
+    merge_splits = device.load(combine)["combine"]
+    kernel = [make_kernel(names) for _ in range(module.THREADS // 32)]
+    tokens, heads = q.shape[:2]
+    put = device.tensor
+    if lengths is None:
+        lengths = torch.zeros(1, dtype=torch.int32)
+    operands = Operands(
+        put(q.view(torch.int16).numpy()),
+        *(put(slots.numpy()) for slots in lists),
+        put(lengths.numpy()),
+        *(put(pool.numpy()) for pool in pools),
+        sinks=put(sinks.numpy()),
+        out=put(np.full((tokens, heads, 512), 0x7FC0, np.uint16)),
+        lse=put(np.full((tokens, heads), np.nan, np.float32)),
+        part_out=put(np.full((splits * tokens * heads, 512), np.nan, np.float32)),
+        part_lse=put(np.full((splits * tokens * heads,), np.nan, np.float32)),
+    )
+    numbers = Numbers(
+        np.int32(lists[0].shape[1]),
+        np.int32(lists[1].shape[1]),
+        np.int32(splits),
+        np.float32(scale * math.log2(math.e)),
+        np.float32(out_scale),
+    )
+    head_tiles = math.ceil(heads / head_tile)
+
+    def attention():
+        kernel[device.local.warp].kernel(operands, numbers, np.int32(head_tiles))
+
+    grid = (tokens * head_tiles, splits, 1)
+    device.launch(attention, grid, module.THREADS, module.shared_bytes(head_tile))
+    if splits > 1:
+        device.launch(
+            lambda: merge_splits(
+                operands.part_out,
+                operands.part_lse,
+                operands.sinks,
+                operands.out,
+                operands.lse,
+                numbers.splits,
+                numbers.out_scale,
+            ),
+            (tokens * heads, 1, 1),
+            128,
+            16,
+        )
+    bits = torch.from_numpy(operands.out.read().astype(np.int32)).to(torch.int16)
+    return bits.view(torch.bfloat16), torch.from_numpy(operands.lse.read())
