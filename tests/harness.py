@@ -1,4 +1,4 @@
-"""Drives SGLang's own scheduling objects on the CPU in this process, without a server.
+"""Drives SGLang's own scheduling objects in this process, without a server.
 
 ``Runner`` builds what a scheduler process builds (worker, pools, attention backend, radix cache)
 with this plugin loaded, and runs batches that the test composes: which requests extend by how many
@@ -72,6 +72,7 @@ class Runner:
         dtype: activations and unquantised weights, "bfloat16" or "float32".
         threads: OpenMP threads. SGLang would pin one to each core of the NUMA node, where those of
             parallel test workers spin against each other.
+        device: "cpu", or "cuda", where decode runs eagerly (graphs call no hooks).
         server_args: further fields of ServerArgs.
     """
 
@@ -84,6 +85,7 @@ class Runner:
         context_length: int = 8192,
         dtype: str = "bfloat16",
         threads: int = 1,
+        device: str = "cpu",
         **server_args: Any,
     ) -> None:
         from sglang.srt.plugins import load_plugins
@@ -94,7 +96,7 @@ class Runner:
 
         fields: dict[str, Any] = dict(
             model_path=str(model_path),
-            device="cpu",
+            device=device,
             kv_cache_dtype=kv_cache_dtype,
             max_total_tokens=max_total_tokens,
             max_running_requests=max_running_requests,
@@ -105,6 +107,8 @@ class Runner:
             disable_overlap_schedule=True,
             log_level="warning",
         )
+        if device == "cuda":
+            fields |= dict(disable_cuda_graph=True, sampling_backend="pytorch")
         args = ServerArgs(**(fields | server_args))
         args.resolve_once()
         publish(args, role="scheduler", ranks=SpawnRanks(world_rank=0, gpu_id=0))
@@ -126,6 +130,7 @@ class Runner:
         torch.set_num_threads(threads)
         bootstrap.init_layer_runtime(model_config=self.model_config)
         initialize_moe_config()
+        self.device = torch.device(device)
         self.worker = TpModelWorker(server_args=args, gpu_id=0, nccl_port=port)
         self.worker.alloc_memory_pool()
         self.worker.init_attention_backends()
@@ -210,7 +215,7 @@ class Runner:
             request.req.extend_end = request.req.prefix_len + tokens
         batch = self._new_batch(reqs)
         batch.prepare_for_extend()
-        batch.input_ids = batch.prefill_input_ids_cpu
+        batch.input_ids = batch.prefill_input_ids_cpu.to(self.device)
         batch.prefill_input_ids_cpu = None
         logits = self._forward(batch)
         for req in reqs:
@@ -223,7 +228,7 @@ class Runner:
         """One decode batch: each request, its prompt run, takes one given token.
 
         Returns:
-            f32[len(requests), V], the logits after those tokens.
+            f32[len(requests), V] on the CPU, the logits after those tokens.
         """
         from sglang.srt.sampling.sampling_batch_info import SamplingBatchInfo
 
@@ -235,14 +240,14 @@ class Runner:
             request.req.output_ids.append(token)
         batch = self._new_batch(reqs)
         batch.req_pool_indices_cpu = torch.tensor([req.kv.req_pool_idx for req in reqs])
-        batch.req_pool_indices = batch.req_pool_indices_cpu.clone()
+        batch.req_pool_indices = batch.req_pool_indices_cpu.to(self.device, copy=True)
         batch.seq_lens_cpu = torch.tensor(lengths)
-        batch.seq_lens = batch.seq_lens_cpu.clone()
-        batch.orig_seq_lens = batch.seq_lens_cpu.to(torch.int32)
+        batch.seq_lens = batch.seq_lens_cpu.to(self.device, copy=True)
+        batch.orig_seq_lens = batch.seq_lens.to(torch.int32)
         batch.sampling_info = SamplingBatchInfo.from_schedule_batch(
             batch, self.model_config.vocab_size
         )
-        batch.input_ids = torch.tensor(list(tokens))
+        batch.input_ids = torch.tensor(list(tokens), device=self.device)
         batch.prepare_for_decode()
         return self._forward(batch)
 
@@ -337,7 +342,7 @@ class Runner:
 
     @torch.no_grad()
     def _forward(self, batch: Any) -> Tensor:
-        """Run the batch: f32[tokens of the batch, V], from the hidden states of every token.
+        """Run the batch: f32[tokens of the batch, V] on the CPU, from every token's hidden states.
 
         The head runs in float32 here; the server's own (bfloat16 operands and result, relative
         rounding 2^-9 of the sum) is compared where it is computed, at each request's last token.
@@ -349,13 +354,13 @@ class Runner:
         logits = logits[:, : self.model_config.vocab_size]
         served = result.logits_output.next_token_logits.float()
         if batch.forward_mode.is_extend():
-            last = torch.tensor(batch.extend_lens).cumsum(0) - 1
+            last = torch.tensor(batch.extend_lens, device=self.device).cumsum(0) - 1
         else:
-            last = torch.arange(len(batch.reqs))
+            last = torch.arange(len(batch.reqs), device=self.device)
         bound = 2.0**-7 * logits[last].abs().amax(-1, keepdim=True)
         if not bool(((served - logits[last]).abs() <= bound).all()):
             raise AssertionError("next_token_logits are not the head's product of hidden states")
-        return logits
+        return logits.cpu()
 
     def _keep_hidden(self, processor: Any, args: tuple, kwargs: dict) -> None:
         names = ("input_ids", "hidden_states", "lm_head", "logits_metadata")

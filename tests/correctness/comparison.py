@@ -26,6 +26,12 @@ CHUNK = 512
 # positions move further; so the bounds are of medians, with a wide one of the 99th percentile.
 SAME_MEDIAN = {"bfloat16": 1e-4, "nvfp4": 1e-3}
 SAME_P99 = {"bfloat16": 5e-3, "nvfp4": 5e-2}
+# A GPU serves bfloat16 activations only, and batches of other sizes sum in another order. On a CPU
+# bfloat16 arithmetic and NVFP4 records are 0.038 (99th percentile 0.41) from the float32 oracle;
+# two such runs may be as far from each other, and a third is left for other kernels.
+SAME_MEDIAN |= {"cuda": 0.05}
+SAME_P99 |= {"cuda": 0.55}
+ON_GPU = torch.cuda.is_available()
 
 
 def golden_ids(name: str) -> list[int]:
@@ -44,13 +50,19 @@ def kl(reference: Tensor, logits: Tensor) -> Tensor:
     return (log_p.exp() * (log_p - log_q)).sum(-1)
 
 
-def assert_same(logits: Tensor, reference: Tensor, kv_cache_dtype: str, context: str = "") -> None:
-    """Both were computed in float32 on records of one format, in another order of sums."""
+def assert_same(logits: Tensor, reference: Tensor, arithmetic: str, context: str = "") -> None:
+    """Both were computed on records of one format, in another order of sums.
+
+    Args:
+        logits, reference: f32[T, V].
+        arithmetic: the format of the records, for float32 on a CPU; "cuda" for bfloat16 on a GPU.
+        context: begins the message.
+    """
     errors = error(logits, reference)
     median, p99 = float(errors.median()), float(errors.quantile(0.99))
     found = f"{context}: median {median:.2g}, 99th percentile {p99:.2g}"
-    assert median <= SAME_MEDIAN[kv_cache_dtype], found
-    assert p99 <= SAME_P99[kv_cache_dtype], found
+    assert median <= SAME_MEDIAN[arithmetic], found
+    assert p99 <= SAME_P99[arithmetic], found
 
 
 def float32_runner(kv_cache_dtype: str, **fields: Any) -> Runner:

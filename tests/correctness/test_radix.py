@@ -1,21 +1,25 @@
 """Prefix reuse on a small NVFP4 pool: the logits of a cold run, and every slot comes back.
 
-In float32, so that a reused prefix differs from a computed one by the order of sums alone. The
+In float32 on a CPU, so that a reused prefix differs from a computed one by the order of sums
+alone; where there is a GPU, on it, as it serves: bfloat16, eager kernels. The
 cached prefix is whole pages of 256 tokens; after it come the window's last 128 records and the
 overlap state of CSA, which a wrong reuse would take from elsewhere.
 """
 
 from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
-from comparison import assert_same, float32_runner, golden_ids, oracle_with_records
+from comparison import ON_GPU, assert_same, float32_runner, golden_ids, oracle_with_records
 from harness import Request, Runner
 from torch import Tensor
 
 pytestmark = pytest.mark.e2e
 
 CACHE, PAGE = "nvfp4", 256
+ARITHMETIC = "cuda" if ON_GPU else CACHE
 CAPACITY, WINDOW_CAPACITY, REQUESTS = 3072, 2048, 4
 DOCUMENT = golden_ids("recall_1023")
 Cold = Callable[[Sequence[int]], Tensor]
@@ -23,13 +27,14 @@ Cold = Callable[[Sequence[int]], Tensor]
 
 @pytest.fixture(scope="module")
 def shared_runner() -> Iterator[Runner]:
-    with float32_runner(
-        CACHE,
+    limits: dict[str, Any] = dict(
         max_total_tokens=CAPACITY,
         swa_full_tokens_ratio=WINDOW_CAPACITY / CAPACITY,
         max_running_requests=REQUESTS,
         context_length=2048,
-    ) as runner:
+    )
+    on_cuda = partial(Runner, kv_cache_dtype=CACHE, device="cuda")
+    with on_cuda(**limits) if ON_GPU else float32_runner(CACHE, **limits) as runner:
         yield runner
 
 
@@ -87,7 +92,7 @@ def serve(runner: Runner, ids: Sequence[int], tokens: int = 4 * PAGE) -> tuple[i
 
 def assert_as_cold(cold: Cold, ids: Sequence[int], cached: int, logits: Tensor) -> None:
     """Against a run without reuse. That may evict, so it comes after all that wants reuse."""
-    assert_same(logits, cold(ids)[cached : cached + len(logits)], CACHE)
+    assert_same(logits, cold(ids)[cached : cached + len(logits)], ARITHMETIC)
 
 
 @pytest.mark.parametrize("name", ["recall_40", "system_300", "recall_1023"])
@@ -96,7 +101,7 @@ def test_cold_run_equals_the_oracle(runner, name):
     scales = [layer.self_attn.record_scale for layer in runner.model_runner.model.model.layers]
     assert scales == [1.0] * len(scales)
     ids = golden_ids(name)
-    assert_same(runner.prefill(ids, PAGE), oracle_with_records(ids, CACHE), CACHE)
+    assert_same(runner.prefill(ids, PAGE), oracle_with_records(ids, CACHE), ARITHMETIC)
 
 
 @pytest.mark.parametrize("length", [257, 258, 259, 260, 384, 511, 513, 515, 1023, 1025])
