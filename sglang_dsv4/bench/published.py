@@ -37,6 +37,7 @@ _COMMON: dict[str, Any] = {
     "o_lora_rank": 1024,
     "qk_rope_head_dim": 64,
     "quantization_config": {
+        "activation_scheme": "dynamic",
         "fmt": "e4m3",
         "quant_method": "fp8",
         "scale_fmt": "ue8m0",
