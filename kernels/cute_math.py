@@ -225,15 +225,6 @@ def floats_in(words: Sequence[Uint32], dtype: Any) -> list[Float32]:
     return [value for word in words for value in unpack(word)]
 
 
-def store_to_block(pointer: cute.Pointer, rank: Int32, value: Float32) -> None:
-    """Store to the same shared-memory address in block `rank` of the cluster."""
-    cute.arch.inline_ptx(
-        "{.reg .b32 there; mapa.shared::cluster.u32 there, {$r0}, {$r1};"
-        " st.shared::cluster.f32 [there], {$r2};}",
-        read_only_args=[Int32(pointer.toint()), rank, value],
-    )
-
-
 def bf16_values(word: Uint32) -> tuple[Float32, Float32]:
     """The two bf16 values of a word, the low half first."""
     return (word << 16).bitcast(Float32), (word & Uint32(0xFFFF0000)).bitcast(Float32)

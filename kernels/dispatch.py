@@ -37,6 +37,7 @@ class Operations:
     sparse_attention: Callable
     hc_pre: Callable
     hc_post: Callable
+    hc_post_pre: Callable
     hc_head: Callable
 
 
@@ -62,6 +63,7 @@ REFERENCE = Operations(
     sparse_attention=sparse_attention.sparse_attention,
     hc_pre=mhc.hc_pre,
     hc_post=mhc.hc_post,
+    hc_post_pre=mhc.hc_post_pre,
     hc_head=mhc.hc_head,
 )
 OPERATIONS = tuple(field.name for field in fields(Operations))
@@ -119,6 +121,7 @@ def gpu_choices(arch: str) -> Mapping[str, Choice]:
         "sparse_attention": reader,
         "hc_pre": Choice(gpu_mhc.hc_pre, own),
         "hc_post": Choice(gpu_mhc.hc_post, own),
+        "hc_post_pre": Choice(gpu_mhc.hc_post_pre, own),
         "hc_head": Choice(gpu_mhc.hc_head, own),
     }
 

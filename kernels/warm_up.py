@@ -112,8 +112,11 @@ def _hyper_connections(ops: Operations, shapes: ServedShapes, buffers: _Buffers)
     head, head_base, head_scale = buffers.f32(n, n * hidden), buffers.f32(n), buffers.f32(1)
     for tokens in TOKENS:
         streams = buffers.bf16(tokens, n, hidden)
-        out, post, comb = ops.hc_pre(streams, fn, base, scale, shapes.sinkhorn_iters, EPS, EPS)
+        mixing = (fn, base, scale, shapes.sinkhorn_iters, EPS, EPS)
+        for norm in (None, buffers.bf16(hidden)):
+            out, post, comb = ops.hc_pre(streams, *mixing, norm)
         ops.hc_post(out, streams, post, comb)
+        ops.hc_post_pre(out, streams, post, comb, *mixing, norm)
         ops.hc_head(streams, head, head_base, head_scale, EPS, EPS)
 
 

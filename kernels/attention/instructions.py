@@ -399,9 +399,10 @@ def shuffle_xor(x: Float32, mask: int, *, loc: Any = None, ip: Any = None) -> Fl
 
 @dsl_user_op
 def shuffle_index(x: Any, source: Any, *, loc: Any = None, ip: Any = None) -> Any:
-    """The 32-bit integer of lane `source`; every lane of the warp must take part."""
+    """The 32-bit number of lane `source`; every lane of the warp must take part."""
     text = "shfl.sync.idx.b32 $0, $1, $2, 0x1f, 0xffffffff;"
-    return _asm([type(x)], [x, Int32(source)], text, "=r,r,r", True, loc, ip)
+    kind = "f" if type(x) is Float32 else "r"
+    return _asm([type(x)], [x, Int32(source)], text, f"={kind},{kind},r", True, loc, ip)
 
 
 @dsl_user_op

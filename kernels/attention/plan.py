@@ -9,7 +9,7 @@ from typing import Any
 
 from sglang_dsv4.envs import ATTENTION_KERNEL, attention_kernel
 from sglang_dsv4.errors import UnsupportedError
-from sglang_dsv4.kernels.attention import portable
+from sglang_dsv4.kernels.attention import portable, solo
 from sglang_dsv4.kernels.attention.hopper import narrow, wide
 from sglang_dsv4.kernels.attention.lists import ListShape
 from sglang_dsv4.kernels.hardware import SHARED_BYTES
@@ -18,13 +18,13 @@ MAX_SPLITS = 32
 # Shared memory that the driver keeps for itself in each block, in bytes.
 RESERVED_BYTES = 1024
 # Microseconds on an H200: the combination, each split of it, and 1000 of all its partial rows.
-# These and the costs below are one least-squares fit to 211 timed plans of 8 to 128 heads (mean
-# error 3%, largest 15%). Of them, 40 of the portable kernel were timed before its last gains and
-# scaled by those; 60 of the wide one, with all blocks on SMs of their own, are times of a variant
-# that took as long (58.2 and 58.3 us) where both were timed, and 4 are its own.
-COMBINE_COST = 2.03
-SPLIT_COST = 0.16
-ROW_COST = 0.77
+# These and the costs below are one least-squares fit to 208 timed plans of 8 to 128 heads (mean
+# error 3%, largest 17%). Of them, the portable kernel's 60 with 16 and 32 heads were timed before
+# its last gain and scaled by it (0.87, and by guess 0.92); the wide kernel's 58 are of the form
+# before the present one.
+COMBINE_COST = 1.85
+SPLIT_COST = 0.18
+ROW_COST = 1.00
 
 
 class Kernel(StrEnum):
@@ -70,14 +70,11 @@ class Implementation:
         return num_heads in self.heads and (not self.archs or arch in self.archs)
 
     def head_tiles(self, num_heads: int, arch: str) -> list[int]:
-        """Useful tiles of heads, ascending: those that fit, none twice as large as is needed.
-
-        A tile below 16 is useful only where it holds all heads.
-        """
+        """Useful tiles of heads, ascending: those that fit, none twice as large as is needed."""
         room = SHARED_BYTES[arch] - RESERVED_BYTES
         fitting = [tile for tile in self.costs if self.shared_bytes(tile) <= room]
         largest = next((tile for tile in fitting if tile >= num_heads), fitting[-1])
-        return [tile for tile in fitting if min(16, largest) <= tile <= largest]
+        return [tile for tile in fitting if tile <= largest]
 
 
 def _compile_portable(arch: str, head_tile: int, lists: ListShape) -> Any:
@@ -89,7 +86,13 @@ def _compile_wide(arch: str, head_tile: int, lists: ListShape) -> Any:
 
 
 def _compile_narrow(arch: str, head_tile: int, lists: ListShape) -> Any:
+    if head_tile == solo.HEADS:
+        return solo.compile_solo(arch, solo.SoloShape(lists))
     return narrow.compile_narrow(arch, narrow.NarrowShape(head_tile, lists))
+
+
+def _narrow_shared_bytes(head_tile: int) -> int:
+    return solo.shared_bytes() if head_tile == solo.HEADS else narrow.shared_bytes(head_tile)
 
 
 IMPLEMENTATIONS: dict[Kernel, Implementation] = {
@@ -97,9 +100,9 @@ IMPLEMENTATIONS: dict[Kernel, Implementation] = {
         archs=(),
         heads=range(1, 1 << 16),
         costs={
-            8: Cost(2, 3.95, 1.60, 2.54, alone=0.67),
-            16: Cost(2, 4.73, 1.61, 2.83, alone=0.80),
-            32: Cost(1, 3.38, 3.24, 2.86),
+            8: Cost(2, 3.44, 5.91, 0.35, alone=0.64),
+            16: Cost(2, 4.41, 2.38, 1.56, alone=0.70),
+            32: Cost(1, 2.75, 4.31, 2.21),
         },
         shared_bytes=portable.shared_bytes,
         compile=_compile_portable,
@@ -107,19 +110,18 @@ IMPLEMENTATIONS: dict[Kernel, Implementation] = {
     Kernel.WIDE: Implementation(
         archs=("sm_90a",),
         heads=range(33, 1 << 16),
-        costs={64: Cost(1, 2.34, 5.10, 3.69)},
+        costs={64: Cost(1, 2.55, 6.35, 2.76)},
         shared_bytes=lambda tile: wide.WideAttention(ListShape(64, 64, 8)).shared_bytes,
         compile=_compile_wide,
     ),
     Kernel.NARROW: Implementation(
         archs=("sm_90a",),
-        heads=range(1, 33),
+        heads=range(1, 1 << 16),
         costs={
-            8: Cost(3, 6.90, 1.49, 4.32, alone=0.42),
-            16: Cost(2, 3.40, 3.40, 3.75, alone=0.65),
-            32: Cost(2, 6.61, 4.72, 6.06, alone=0.63),
+            8: Cost(2, 2.89, 3.99, 1.72, alone=0.70),
+            16: Cost(2, 3.41, 4.54, 0.96, alone=0.68),
         },
-        shared_bytes=narrow.shared_bytes,
+        shared_bytes=_narrow_shared_bytes,
         compile=_compile_narrow,
     ),
 }
@@ -127,11 +129,20 @@ IMPLEMENTATIONS: dict[Kernel, Implementation] = {
 
 @dataclass(frozen=True)
 class Plan:
-    """The kernel, heads of a block, and blocks that share a token's lists."""
+    """The kernel, heads of a block, and blocks that share a token's lists (1 to MAX_SPLITS).
+
+    Raises UnsupportedError for more splits than the combination takes.
+    """
 
     kernel: Kernel
     head_tile: int
     splits: int
+
+    def __post_init__(self) -> None:
+        if not 1 <= self.splits <= MAX_SPLITS:
+            raise UnsupportedError(
+                f"A plan has {self.splits} splits, wanted 1 to {MAX_SPLITS}: choose fewer."
+            )
 
     def compile(self, arch: str, lists: ListShape) -> Any:
         """The compiled kernel, a function of (Operands, Numbers)."""

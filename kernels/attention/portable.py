@@ -6,8 +6,8 @@ a time. Warp w dequantises dims [128 (w % 4), +128) of keys [32 (w / 4), +32) fr
 - S = Q K^T. A quad holds 32 bytes of a key, a thread the two words of one scale group, so
   dequantised pairs are B fragments as they are: the order of dims inside the contraction is free,
   and Q's fragments follow it. Lane l finds the record of key l and loads its scales; the others get
-  both by shuffles. Once the keys are multiplied, the loads of the next tile take their registers;
-  slots are loaded a tile earlier still and looked at only then.
+  both by shuffles. As soon as eight keys are multiplied, the loads of eight keys of the next tile
+  take their registers; slots are loaded a tile earlier still and looked at only then.
 - The same registers are stored as the bf16 tile [64 keys, 448] of the values. RoPE values need no
   conversion: cp.async copies them beside it, one tile ahead.
 - The four dim quarters of the scores meet in shared memory; threads of one head do the softmax.
@@ -23,14 +23,11 @@ Shared memory, per 64 keys and block: 56 KB written and 64 KB read for V, 8 KB w
 RoPE, 2 KB x heads for the scores' exchange, so about 160 KB at 16 heads against 33.5 KB x heads of
 flops.
 
-Measured on an H200, 2026-12-02, on the form before this one, which read row 0 for absent keys and
-took the maximum over the lanes for every tile; this form passed the same tests there and was not
-timed. Us for (batch 256, 10 tiles, two blocks an SM) and (one block alone, 18 tiles), 8 heads,
-no splits: 42.8 and 48.8; without the loads of the next tile 32.6 and 32.2; without PV 33.9 and
-34.6; without softmax and PV 32.6 and 33.5; without decoding 42.2 and 47.7; without barriers (wrong
-results) 39.0 and 38.0. The parts overlap and none dominates. With 255 registers a thread instead of
-128 a lone block takes 37.9: the register limit costs 11 us of 49. One row for all keys takes 92:
-one address that all SMs read is slower than memory, hence no read for absent keys.
+Measured on an H200, 2026-12-02, us: (264 tokens, top-k 1024, two blocks an SM) and (one token, 18
+tiles in one block), no splits. 8 heads 69.1 and 40.7, 16 heads 78.7 and 49.7; with all loads of a
+tile after its products, 77.4 and 49.5, 98.0 and 64.2. In that form the parts overlapped and none
+dominated; the limit of 128 registers cost a lone block a fifth. One row for all keys takes twice as
+long: one address that all SMs read is slower than memory, hence no read for absent keys.
 """
 
 import math
@@ -198,20 +195,19 @@ class SparseAttention:
         self.fetch_slot(lists, first, upcoming)
         self.fetch_scales(lists, first, last, upcoming, listed, records, scales)
         for r in cutlass.range_constexpr(4):
-            self.fetch_words(r, lists, first, Int32(0), records, words)
-        self.fetch_slot(lists, cutlass.min(first + 1, last - 1), upcoming)
+            self.fetch_words(r, lists, first, first & 1, records, words)
+        self.fetch_slot(lists, cutlass.max(cutlass.min(first + 1, last - 1), Int32(0)), upcoming)
         for tile in cutlass.range(first, last, 1):
             self.locate(ptx.opaque(tid))
-            buffer = (Int32(tile) - first) & 1
+            buffer = Int32(tile) & 1
             cute.arch.cp_async_wait_group(0)
             cute.arch.sync_warp()
             present = listed[0]
             scale_bytes = self.share_scales(scales)
-            for r in cutlass.range_constexpr(4):
-                self.score_keys(r, words, scale_bytes[r], present, query, buffer)
             self.fetch_scales(lists, tile + 1, last, upcoming, listed, records, scales)
             self.fetch_slot(lists, cutlass.min(tile + 2, last - 1), upcoming)
             for r in cutlass.range_constexpr(4):
+                self.score_keys(r, words, scale_bytes[r], present, query, buffer)
                 self.fetch_words(r, lists, tile + 1, 1 - buffer, records, words)
             cute.arch.sync_threads()
             peak, total = self.softmax(peak, total, numbers.scale_log2)

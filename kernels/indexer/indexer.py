@@ -17,7 +17,7 @@ from sglang_dsv4.kernels.indexer.scores import (
     compile_scores,
     shared_bytes,
 )
-from sglang_dsv4.kernels.indexer.topk import MAX_CLUSTER, TopkShape, compile_topk
+from sglang_dsv4.kernels.indexer.topk import TopkShape, compile_topk
 from sglang_dsv4.kernels.operands import aligned_rows
 
 # Scores of one round of tokens, float32.
@@ -25,7 +25,12 @@ MAX_WORKSPACE_BYTES = 256 << 20
 MAX_TOPK = 1 << 15
 # Entries that a block of the top-k holds in shared memory: 32, 64 or 128 KB.
 CHUNKS = (1 << 13, 1 << 14, 1 << 15)
-SMALL_CHUNK = CHUNKS[0]
+# Blocks that may share a row, and the part of the GPU's SMs that may be in such clusters at once:
+# eight blocks of one cluster need as many free SMs in one processing cluster of the GPU.
+CLUSTERS = (1, 2, 4, 8)
+CLUSTER_SHARE = {2: 1.0, 4: 0.5, 8: 0.5}
+# Part of the SMs that the scores use at least.
+MIN_BLOCKS = 0.94
 # The driver takes this much of a block's shared memory.
 RESERVED_SHARED = 1024
 
@@ -59,24 +64,32 @@ def score_shape(
     return next(shape for shape in reversed(shapes) if shared_bytes(shape) <= room)
 
 
+def score_blocks(num_tokens: int, sms: int) -> int:
+    """Blocks of the scores: one an SM, or a few less if then tokens of one length share none.
+
+    A block that ends one token and begins the next waits for another query.
+    """
+    whole = sms // max(1, num_tokens) * num_tokens
+    return whole if whole >= sms * MIN_BLOCKS else sms
+
+
 def topk_shape(num_tokens: int, num_pages: int, index_bytes: int, arch: str, sms: int) -> TopkShape:
     """Small blocks for many rows; else one large block a row, or a cluster of them if it is long.
 
-    A cluster is taken only where its blocks find a free SM each. Few rows of up to 32768 entries
-    take four blocks each: 15 us against 20 us on one, 18 us on two (H200).
+    A cluster is taken only where its blocks find a free SM each, and no larger than the row asks.
     """
     if num_tokens > sms:
-        return TopkShape(256, SMALL_CHUNK, 1, index_bytes)
-    entries, cluster = num_pages * PAGE, 1
-    if 2 * SMALL_CHUNK < entries <= 4 * SMALL_CHUNK and 8 * num_tokens <= sms:
-        return TopkShape(1024, SMALL_CHUNK, 4, index_bytes)
-    fitting = [TopkShape(1024, chunk, 1, index_bytes).shared_bytes for chunk in CHUNKS]
+        return TopkShape(256, CHUNKS[0], 1, index_bytes)
+    entries = num_pages * PAGE
     room = SHARED_BYTES[arch] - RESERVED_SHARED
-    largest = max(chunk for chunk, size in zip(CHUNKS, fitting, strict=True) if size <= room)
-    while cluster < MAX_CLUSTER and entries > largest * cluster and 2 * cluster * num_tokens <= sms:
-        cluster *= 2
-    chunk = min((c for c in CHUNKS if c * cluster >= entries), default=largest)
-    return TopkShape(1024, min(chunk, largest), cluster, index_bytes)
+    fitting = [c for c in CHUNKS if TopkShape(1024, c, 1, index_bytes).shared_bytes <= room]
+    clusters = [c for c in CLUSTERS if c == 1 or num_tokens * c <= sms * CLUSTER_SHARE[c]]
+    for cluster in clusters:
+        if entries <= CHUNKS[0] * cluster:
+            return TopkShape(1024, CHUNKS[0], cluster, index_bytes)
+    cluster = clusters[-1]
+    chunk = min((c for c in fitting if c * cluster >= entries), default=fitting[-1])
+    return TopkShape(1024, chunk, cluster, index_bytes)
 
 
 def _check(q: Tensor, pool: Tensor, layout: IndexerLayout, topk: int) -> None:
@@ -126,7 +139,7 @@ def indexer_scores(
     """
     arch = current_arch()
     shape = score_shape(len(q), len(key_pages), q.shape[1], visible.element_size(), arch)
-    blocks = num_sms(torch.cuda.current_device())
+    blocks = score_blocks(len(q), num_sms(torch.cuda.current_device()))
     compile_scores(arch, shape)(
         (q, weights, pool, key_pages, row_of_token, visible, scores), topk, blocks
     )

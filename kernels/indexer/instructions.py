@@ -100,10 +100,15 @@ def cluster_add_if(
 
 
 @dsl_user_op
-def cluster_sync(*, loc: Any = None, ip: Any = None) -> None:
-    """Barrier of all threads of the cluster; shared stores before it are visible after it."""
-    text = "barrier.cluster.arrive.aligned; barrier.cluster.wait.aligned;"
-    _asm([], [], text, "~{memory}", True, loc, ip)
+def cluster_arrive(*, loc: Any = None, ip: Any = None) -> None:
+    """Arrive at the barrier of all threads of the cluster; to be followed by `cluster_wait`."""
+    _asm([], [], "barrier.cluster.arrive.aligned;", "~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def cluster_wait(*, loc: Any = None, ip: Any = None) -> None:
+    """Wait for the cluster's arrivals; shared stores before them are visible after it."""
+    _asm([], [], "barrier.cluster.wait.aligned;", "~{memory}", True, loc, ip)
 
 
 @dsl_user_op
@@ -182,6 +187,12 @@ def pin(x: Int64, *, loc: Any = None, ip: Any = None) -> Int64:
 
 
 @dsl_user_op
+def multiply_add_wide(a: Uint32, b: Uint32, c: Int64, *, loc: Any = None, ip: Any = None) -> Int64:
+    """a x b + c with the whole product."""
+    return _asm([Int64], [a, b, c], "mad.wide.u32 $0, $1, $2, $3;", "=l,r,r,l", False, loc, ip)
+
+
+@dsl_user_op
 def float_of(bits: Uint32, *, loc: Any = None, ip: Any = None) -> Float32:
     """The float32 with these bits."""
     return _asm([Float32], [bits], "mov.b32 $0, $1;", "=f,r", False, loc, ip)
@@ -234,13 +245,15 @@ def wgmma_start(
 
 
 @dsl_user_op
-def wgmma_wait(sums: Sequence[Any], a: Sequence[Any], *, loc: Any = None, ip: Any = None) -> Any:
-    """Wait for all products; returns their sums.
+def wgmma_wait(
+    sums: Sequence[Any], a: Sequence[Any], pending: int, *, loc: Any = None, ip: Any = None
+) -> Any:
+    """Wait until at most `pending` groups run; returns the sums of a finished one.
 
-    a: registers that the products read, kept until here, or that shall be computed before.
+    a: registers that its products read, kept until here.
     """
     n = len(sums)
     tied = [str(i) for i in range(n)]
     constraints = ",".join(["=f"] * n + tied + ["r"] * len(a)) + _MEMORY
-    text = "wgmma.wait_group.sync.aligned 0;"
+    text = f"wgmma.wait_group.sync.aligned {pending};"
     return _asm([Float32] * n, [*sums, *a], text, constraints, True, loc, ip)

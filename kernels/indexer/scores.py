@@ -7,10 +7,11 @@ in registers as they are, and a thread sums the heads of its keys without shared
   group l % 4 of keys l / 4 and l / 4 + 8: 32 values, eight products of 16. The order of dims inside
   the contraction is free, and Q follows it in shared memory. The bytes arrive by cp.async, DEPTH
   pages ahead; a warp reads only what it copied.
-- e2m1 is decoded exactly: shifts and masks place sign, exponent and mantissa in a bf16 of
-  value x 2^-126, one mul.bf16x2 by 2^(127 + group's scale - key's largest scale + 1) restores it
-  relative to the key's largest scale, which is multiplied to the finished float32 score. A group
-  2^125 times below the largest one of its key loses bits; every stored scale is in range.
+- e2m1 is decoded exactly: a mask, one multiplication and a mask place sign, exponent and mantissa
+  in a bf16 of value x 2^-126, one mul.bf16x2 by 2^(127 + group's scale - key's largest scale + 1)
+  restores it relative to the key's largest scale, which is multiplied to the finished float32
+  score. A group 2^125 times below the largest one of its key loses bits; every stored scale is in
+  range.
 - Q of one block of consecutive tokens of a request, in bf16, is in shared memory as 8x8 matrices.
   sm_90: wgmma m64nNk16 reads them; elsewhere ldmatrix and mma.sync m16n8k16.
 - ReLU and head weights: x + |x| and one fused multiply-add a score; the 2 goes into the key's
@@ -25,14 +26,18 @@ host (CUDA graphs).
 Roofline, per token and key with 64 heads: 16384 flops; 68 bytes a key and block of tokens; 4 bytes
 written. bf16 at 750 TFLOP/s takes 21.8 ps, 68 bytes at 4.2 TB/s 16.2 ps, so decode is bound by the
 tensor cores already. Issue slots, per 64 keys and warp, against 256 cycles of the tensor cores:
-about 150 to dequantise and 64 for ReLU and weights.
+about 170 to copy and dequantise and 90 for ReLU, weights and the store.
 
-Measured on an H200, 2026-12-02, 64 heads, keys not in L2, at 4.25 TB/s and 707 TFLOP/s of the same
-run. Prefill of 4096 tokens over 8192 entries: 758 us, 96% of the bound. Decode over 8192 entries:
-5.4, 13.3, 29.4 and 49.8 us for 1, 16, 64 and 128 tokens; over 32768: 7.3, 29.1, 88.7 and 169.3 us,
-57% of the bound at 128. There (32768 entries, 128 tokens) 110 us remain without dequantisation and
-head sums, 110 without the products and 88 with dequantisation alone: the products of a page overlap
-too little with the rest. mma.sync takes 270 us for the same, 1539 us for the prefill.
+Measured on an H200, 2026-12-02, 64 heads, keys not in L2, 4.24 TB/s. Prefill of 4096 tokens over
+8192 entries, with the decoding before this one: 758 us, 96% of the bound. Decode of 1, 16, 64 and
+128 tokens over 8192 entries: 5.0, 11.3, 26.7 and 46.4 us; over 32768: 6.9, 26.3, 83.9 and 161.4
+us, 60% of the bound at 128. DeepGEMM's FP8 scores, which read 132 bytes a key at 91% of that
+bandwidth, take 4.1, 8.7, 23.7, 41.9 and 5.2, 23.4, 76.9, 148.0 us, and 5 to 7 us for a plan made
+once a forward: it is 1.1 to 1.3 times faster. 1.5 times its speed would be 0.19 us a page and SM;
+the bf16 products of a page take 0.196 us at 707 TFLOP/s, the rate of a large matmul on that GPU.
+Ablations before the present decoding (169.5 us): 137.8 without it, 152.2 without ReLU and weights,
+109.8 without the products. Overlapping the products of a page with the sums of the one before
+alone gave nothing (169.8); fewer instructions did (161.4).
 """
 
 from dataclasses import dataclass
@@ -45,7 +50,6 @@ from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
 
 from sglang_dsv4.cache.kv_layout import IndexerLayout, KVFormat
 from sglang_dsv4.kernels.attention import instructions as ptx
-from sglang_dsv4.kernels.attention.dequant import unpack8
 from sglang_dsv4.kernels.attention.instructions import address, choose
 from sglang_dsv4.kernels.indexer import instructions as extra
 from sglang_dsv4.kernels.indexer.scan import block_scan
@@ -56,6 +60,8 @@ HEAD_DIM = 128
 LAYOUT = IndexerLayout(KVFormat.NVFP4, PAGE, HEAD_DIM)
 GROUPS = 4
 DEPTH = 4
+# Pages whose products overlap; between groups of that many none runs.
+UNROLL = 4
 # One warp's keys of one page: 16 x 64 bytes of values, then 16 x 4 of scales.
 WARP_VALUES = 16 * LAYOUT.data_bytes
 WARP_BYTES = WARP_VALUES + 16 * LAYOUT.scale_bytes
@@ -77,14 +83,14 @@ class ScoreShape:
     wgmma: bool
 
     @property
-    def pipelined(self) -> bool:
-        """Products of a page run while the next page is dequantised."""
+    def overlapped(self) -> bool:
+        """A page's products run while the next is dequantised and the one before is summed."""
         return self.wgmma and self.tokens == 1
 
     @property
     def warpgroups(self) -> int:
         """Warpgroups of a block: two pages, or sums of mma.sync, leave registers for three."""
-        return 4 if self.wgmma and not self.pipelined else 3
+        return 4 if self.wgmma and not self.overlapped else 3
 
     @property
     def threads(self) -> int:
@@ -112,12 +118,26 @@ def ring_bytes(shape: ScoreShape) -> int:
 def shared_bytes(shape: ScoreShape) -> int:
     """Shared memory of a block."""
     token_bytes = shape.heads * HEAD_DIM * 2 + GROUPS * weight_pitch(shape.heads)
-    return shape.tokens * token_bytes + ring_bytes(shape) + 256
+    return shape.tokens * token_bytes + ring_bytes(shape) + 256 + 8 * shape.threads
 
 
 def weight_pitch(heads: int) -> int:
     """Bytes from one lane's head weights to the next lane's; spread over the banks."""
     return (heads + 15) // 16 * 16 + 16
+
+
+def unpack8(word: Uint32, scale: Uint32) -> list[Uint32]:
+    """Eight e2m1 values of a word times the scale pair: element j holds values (3 - j, 7 - j).
+
+    One multiplication puts copies of a nibble in both halves where the sign and where exponent and
+    mantissa belong; a mask leaves one of each.
+    """
+    out = []
+    for bits in (word >> 8, word):
+        for nibbles, copies in ((0x00F000F0, 0x104), (0x000F000F, 0x1040)):
+            placed = (bits & Uint32(nibbles)) * Uint32(copies)
+            out.append(ptx.mul_bf16x2(placed & Uint32(0x81C081C0), scale))
+    return out
 
 
 def query_pairs(words: Any) -> list[Uint32]:
@@ -152,11 +172,14 @@ class IndexerScores:
             stream=stream,
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,
+            use_pdl=True,
         )
 
     @cute.kernel
     def kernel(self, operands: ScoreOperands, topk: Int32) -> None:
         """See the module docstring."""
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
         tid, _, _ = cute.arch.thread_idx()
         block, _, _ = cute.arch.block_idx()
         blocks, _, _ = cute.arch.grid_dim()
@@ -173,12 +196,19 @@ class IndexerScores:
         self.ring = self.weights + self.shape.tokens * GROUPS * self.pitch
         self.sums = self.ring + ring_bytes(self.shape)
         self.mine = self.ring + warp * (DEPTH * WARP_BYTES)
+        # This lane's first 16 bytes of page 0; from there to its 16 scales, below lane 4.
+        quarter = warp % 4
+        values = address(operands.pool) + Int64(quarter * WARP_VALUES + self.lane * 16)
+        self.source = extra.pin(values)
+        self.to_scales = Int64(LAYOUT.scale_offset(0) - quarter * (WARP_VALUES - 64))
 
-        pages, exclusive, total = self.count_pages(operands, tid, topk)
+        self.own = self.sums + 256 + tid * 8
+        total = self.count_pages(operands, tid, topk)
         units = total
         for at in cutlass.range(self.threads, self.num_tokens, self.threads):
-            _, _, more = self.count_pages(operands, at + tid, topk)
-            units = units + more
+            units = units + self.count_pages(operands, at + tid, topk)
+        if self.num_tokens > self.threads:
+            total = self.count_pages(operands, tid, topk)
         unit = Int32(Int64(units) * block // blocks)
         end = Int32(Int64(units) * (block + 1) // blocks)
         chunk = Int32(0)
@@ -187,8 +217,9 @@ class IndexerScores:
             while unit >= before + total:
                 chunk = chunk + self.threads
                 before = before + total
-                pages, exclusive, total = self.count_pages(operands, chunk + tid, topk)
-            start = before + exclusive
+                total = self.count_pages(operands, chunk + tid, topk)
+            start = before + Int32(extra.shared_load_u32(self.own))
+            pages = Int32(extra.shared_load_u32(self.own + 4))
             hit = (start <= unit) & (unit < start + pages)
             extra.shared_store_u32_if(hit, self.sums + 128, chunk + tid)
             extra.shared_store_u32_if(hit, self.sums + 132, start)
@@ -204,11 +235,13 @@ class IndexerScores:
             unit = start + last
 
     @cute.jit
-    def count_pages(self, operands: ScoreOperands, token: Int32, topk: Int32) -> Any:
-        """(pages of this thread's segment, pages of those before it, pages of all threads)."""
+    def count_pages(self, operands: ScoreOperands, token: Int32, topk: Int32) -> Int32:
+        """Pages of all threads' segments; keeps (pages before its own, its own) for each thread."""
         pages, _, _ = self.segment(operands, token, topk)
         exclusive, total = block_scan(Uint32(pages), self.sums, self.threads)
-        return pages, Int32(exclusive), cute.arch.make_warp_uniform(Int32(total))
+        ptx.shared_store_u32(self.own, exclusive)
+        ptx.shared_store_u32(self.own + 4, Uint32(pages))
+        return cute.arch.make_warp_uniform(Int32(total))
 
     def load_index(self, vector: Any, at: Int32) -> Int64:
         """Element of an int32 or int64 vector."""
@@ -286,34 +319,47 @@ class IndexerScores:
         target = address(operands.scores) + Int64(token) * operands.scores.stride[0] * 4
         target = extra.pin(target + Int64(entry) * 4)
         listed = listed + DEPTH * step * 4
-        if cutlass.const_expr(self.shape.pipelined):
-            now, then = (cute.make_rmem_tensor(32, Uint32) for _ in range(2))
+        if cutlass.const_expr(self.shape.overlapped):
+            keys = tuple(cute.make_rmem_tensor(32, Uint32) for _ in range(2))
             peaks = cute.make_rmem_tensor(2, Uint32)
-            self.next_page(operands.pool, ring, listed, start, last, now, peaks, 0)
-            for page in cutlass.range(start, last, 2 * step):
-                self.score_page(
-                    operands.pool, ring, listed, page, last, target, now, then, peaks, 0
-                )
-                if page + step < last:
-                    listed = listed + step * 4
-                    target = target + step * PAGE * 4
-                    self.score_page(
-                        operands.pool, ring, listed, page + step, last, target, then, now, peaks, 1
-                    )
+            flow = (operands.pool, ring, last, keys, peaks)
+            self.next_page(flow, listed, start, 0)
+            full = start + (last - start) // (UNROLL * step) * (UNROLL * step)
+            full = choose(start < last, full, start)
+            for page in cutlass.range(start, full, UNROLL * step):
+                sums = self.start_wgmma(keys[0], self.queries)
+                for k in cutlass.range_constexpr(1, UNROLL):
+                    self.next_page(flow, listed + k * step * 4, page + k * step, k % 2)
+                    more = self.start_wgmma(keys[k % 2], self.queries)
+                    place = target + (k - 1) * step * PAGE * 4
+                    self.finish_page(flow, sums, 1, place, 1 - k % 2)
+                    sums = more
+                listed = listed + UNROLL * step * 4
+                self.next_page(flow, listed, page + UNROLL * step, 0)
+                self.finish_page(flow, sums, 0, target + (UNROLL - 1) * step * PAGE * 4, 1)
+                target = target + UNROLL * step * PAGE * 4
+            for page in cutlass.range(full, last, step):
+                sums = self.start_wgmma(keys[0], self.queries)
                 listed = listed + step * 4
+                self.next_page(flow, listed, page + step, 1)
+                self.finish_page(flow, sums, 0, target, 0)
                 target = target + step * PAGE * 4
+                for i in cutlass.range_constexpr(32):
+                    keys[0][i] = keys[1][i]
+                peaks[0] = peaks[1]
         else:
             stride = operands.scores.stride[0] * 4
-            keys = cute.make_rmem_tensor(32, Uint32)
-            peaks = cute.make_rmem_tensor(2, Uint32)
+            keys = (cute.make_rmem_tensor(32, Uint32),)
+            peaks = cute.make_rmem_tensor(1, Uint32)
+            flow = (operands.pool, ring, last, keys, peaks)
             for page in cutlass.range(start, last, step):
-                self.next_page(operands.pool, ring, listed, page, last, keys, peaks, 0)
+                self.next_page(flow, listed, page, 0)
                 factor = self.factor(peaks[0])
                 place = target
                 queries = self.queries
                 weights = self.weights + self.quad * self.pitch
                 for _ in cutlass.range(count):
-                    value = self.score_token([keys[i] for i in range(32)], queries, weights)
+                    value = self.score_token(keys[0], queries, weights)
                     ptx.global_store_f32_if(self.quad < 2, place, value * factor)
                     place = place + stride
                     queries = queries + self.query_bytes
@@ -323,46 +369,21 @@ class IndexerScores:
         cute.arch.cp_async_wait_group(0)
         cute.arch.sync_threads()
 
-    def score_page(
-        self,
-        pool: Any,
-        ring: Any,
-        listed: Int64,
-        page: Any,
-        last: Int32,
-        target: Int64,
-        now: Any,
-        then: Any,
-        peaks: Any,
-        turn: int,
-    ) -> None:
-        """One token's scores of a dequantised page, while the next page is dequantised."""
-        keys = [now[i] for i in range(32)]
-        weights = self.weights + self.quad * self.pitch
-        sums = self.start_wgmma(keys, self.queries)
-        step = self.warpgroups
-        self.next_page(pool, ring, listed + step * 4, page + step, last, then, peaks, 1 - turn)
-        loaded = self.load_weights(weights)
-        sums = extra.wgmma_wait(sums, [*keys, *(then[i] for i in range(32))])
-        value = self.weighted(loaded, lambda n: sums[4 * n : 4 * n + 4])
+    def finish_page(self, flow: Any, sums: Any, pending: int, target: Any, turn: int) -> None:
+        """Store the scores of a page whose products end with all but `pending` groups."""
+        _, _, _, keys, peaks = flow
+        of = extra.wgmma_wait(sums, [keys[turn][i] for i in range(32)], pending)
+        loaded = self.load_weights(self.weights + self.quad * self.pitch)
+        value = self.weighted(loaded, lambda n: of[4 * n : 4 * n + 4])
         ptx.global_store_f32_if(self.quad < 2, target, value * self.factor(peaks[turn]))
 
-    def next_page(
-        self,
-        pool: Any,
-        ring: Any,
-        listed: Int64,
-        page: Any,
-        last: Int32,
-        keys: Any,
-        peaks: Any,
-        turn: int,
-    ) -> None:
+    def next_page(self, flow: Any, listed: Any, page: Any, turn: int) -> None:
         """Fragments of the oldest page on its way, and the start of the copy of another.
 
         ring: places of that page and of the free one, number of the page to copy; listed: place of
         the number of the page after it. Beyond the last page the fragments are of no page.
         """
+        pool, ring, last, keys, peaks = flow
         step = self.warpgroups
         cute.arch.cp_async_wait_group(DEPTH - 2)
         cute.arch.sync_warp()
@@ -375,20 +396,16 @@ class IndexerScores:
         ring[0] = choose(later < DEPTH * WARP_BYTES, later, Int32(0))
         for i in range(4):
             for at, pair in enumerate(self.fragments(words, relative, i)):
-                keys[8 * i + at] = pair
+                keys[turn][8 * i + at] = pair
 
     def copy_page(self, pool: Any, number: Int32, stage: Int32, present: Any) -> None:
         """Start the copy of this warp's keys of a page to a place in its ring."""
-        quarter = self.warp % 4
-        source = address(pool) + Int64(number) * Int64(Int32(pool.stride[0]))
-        place = self.mine + stage
-        values = source + Int64(quarter * WARP_VALUES + self.lane * 16)
-        for half in range(2):
-            at = half * (WARP_VALUES // 2)
-            extra.copy_async_16_if(present, place + self.lane * 16 + at, values + at)
-        scales = source + Int64(LAYOUT.scale_offset(0) + quarter * 64 + self.quad * 16)
+        values = extra.multiply_add_wide(Uint32(number), Uint32(pool.stride[0]), self.source)
+        place = self.mine + stage + self.lane * 16
+        for at in (0, WARP_VALUES // 2):
+            extra.copy_async_16_if(present, place + at, values + at)
         one = present & (self.lane < 4)
-        extra.copy_async_16_if(one, place + WARP_VALUES + self.quad * 16, scales)
+        extra.copy_async_16_if(one, place + WARP_VALUES, values + self.to_scales)
 
     def load_query(self, operands: ScoreOperands, token: Int32, count: Int32, item: Int32) -> None:
         """32 values of a head, eight of each scale group, to their matrices; and its weight.
@@ -451,12 +468,13 @@ class IndexerScores:
 
     def score_token(self, keys: Any, queries: Any, weights: Any) -> Float32:
         """A token's score of this lane's key, before the key's factor."""
+        fragments = [keys[i] for i in range(32)]
         if not self.shape.wgmma:
             loaded = self.load_weights(weights)
-            return self.weighted(loaded, lambda n: self.products_mma(keys, queries, n))
+            return self.weighted(loaded, lambda n: self.products_mma(fragments, queries, n))
         sums = self.start_wgmma(keys, queries)
         loaded = self.load_weights(weights)
-        sums = extra.wgmma_wait(sums, keys)
+        sums = extra.wgmma_wait(sums, fragments, 0)
         return self.weighted(loaded, lambda n: sums[4 * n : 4 * n + 4])
 
     def load_weights(self, weights: Any) -> list[Float32]:
@@ -486,7 +504,8 @@ class IndexerScores:
         pitch = self.columns * 128
         start = Int64((queries >> 4) & 0x3FFF)
         descriptor = start | Int64(((pitch >> 4) << 16) | ((128 >> 4) << 32))
-        return extra.wgmma_start(keys, descriptor, self.heads, 2 * pitch)
+        fragments = [keys[i] for i in range(32)]
+        return extra.wgmma_start(fragments, descriptor, self.heads, 2 * pitch)
 
     def products_mma(self, keys: Any, queries: Any, n: int) -> Any:
         """16 keys of the warp times eight heads of a token."""

@@ -4,20 +4,21 @@ A block serves one row, or a cluster of blocks a long one. Each block takes a co
 the row's entries, as many as fit in shared memory, and what is beyond in chunks read again from L2.
 Scores become unsigned keys of the same order (NaN and -inf lowest, -0 equal to 0); the k-th largest
 key is found by its digits of 11, 11 and 10 bits: a histogram in shared memory (the cluster's is the
-first block's, to which the others add), and a sum over its bins from the top. Then each warp counts
-its share of the entries above that key and equal to it, and with the counts before it gives each
-entry above, and the first equal ones, their places: the result is deterministic, and equal scores
-go by entry.
+first block's, to which the others add), and a sum over its bins from the top. Where two digits
+single out topk keys, the third is left out. Then each warp counts its share of the entries above
+that key and equal to it, and with the counts before it gives each entry above, and the first equal
+ones, their places: the result is deterministic, and equal scores go by entry. The kernel is set up
+while the scores are still computed (programmatic dependent launch).
 
-Roofline, per row: 4 bytes an entry read once where shared memory holds the row (five times beyond),
-8 bytes a selected slot written. With so few bytes the time is that of about 15 block barriers and
-of the loads and shared atomics between them.
+Roofline, per row: 4 bytes an entry read once where shared memory holds the row (four or five times
+beyond), 8 bytes a selected slot written. With so few bytes the time is that of about 12 block
+barriers and of the loads and shared atomics between them.
 
-Measured on an H200, 2026-12-02, topk 512: one row of 8192 scores takes 8.8 us, of which 2.3 are the
-launch, 1.2 the load, 1.8 the search of bins, 1.3 the counting and 2.2 the placing; 128 rows 10.0
-us; 4096 rows 157 us (two thirds more with blocks of 512 or 1024 threads). 32768 scores: 20.5 us on
-one block, 15.2 us on four; 128 rows 23.3 us. 262144 scores on eight blocks: 33 us. torch.topk
-takes 56, 82 and 587 us for 1, 128 and 4096 rows of 8192 scores.
+Measured on an H200, 2026-12-02, topk 512, of random scores: 1, 64, 128 and 512 rows of 8192 take
+7.0, 8.6, 9.7 and 23.9 us (8.8, 9.7, 10.9 and 29.5 with all three digits, page numbers read where
+entries are placed, and three blocks an SM instead of four for many rows); rows of 32768: one on
+four blocks 11.5 us (15.1), 16 on four each 14.3 (16.1), 64 on two each 18.2 (23.1), 128 on one
+each 25.0 (26.1). torch.topk takes 56, 72 and 82 us for 1, 64 and 128 rows of 8192.
 """
 
 from dataclasses import dataclass
@@ -38,9 +39,10 @@ from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
 # (lowest bit, bins) of each digit of a key, the highest first.
 DIGITS = ((21, 2048), (10, 2048), (0, 1024))
 HISTOGRAM = 2048 * 4
+# The third digit, seldom needed, counts where the first one did.
+HISTOGRAMS = 2
 # Entries that a warp places at once, in units of 32.
 GROUP = 4
-MAX_CLUSTER = 8
 
 MINUS_INFINITY = 0xFF800000
 INFINITY_BITS = 0x7F800000
@@ -58,8 +60,8 @@ class TopkShape:
 
     @property
     def shared_bytes(self) -> int:
-        """Keys, histograms of each digit, what threads pass around."""
-        return self.chunk * 4 + len(DIGITS) * HISTOGRAM + 256
+        """Keys, histograms, numbers of the keys' pages, what threads pass around."""
+        return self.chunk * 4 + HISTOGRAMS * HISTOGRAM + self.chunk // PAGE * 4 + 256
 
 
 class TopkOperands(NamedTuple):
@@ -99,6 +101,7 @@ class SelectTopk:
             stream=stream,
             min_blocks_per_mp=1,
             preferred_smem_carveout=100,
+            use_pdl=True,
         )
 
     @cute.kernel
@@ -116,9 +119,14 @@ class SelectTopk:
         base = memory.allocate(self.shape.shared_bytes, 128).toint()
         self.keys = base
         self.histograms = base + self.chunk * 4
-        self.sums = self.histograms + len(DIGITS) * HISTOGRAM
+        self.pages = self.histograms + HISTOGRAMS * HISTOGRAM
+        self.sums = self.pages + self.chunk // PAGE * 4
         self.found = self.sums + 128
-        self.totals = self.sums + 136
+        self.totals = self.sums + 144
+        for number in cutlass.range_constexpr(HISTOGRAMS):
+            self.clear(number)
+        cute.arch.griddepcontrol_wait()
+        cute.arch.griddepcontrol_launch_dependents()
 
         topk = Int32(operands.slots.shape[1])
         num_pages = Int32(operands.key_pages.shape[1])
@@ -135,10 +143,11 @@ class SelectTopk:
                 place = at + tid
                 present = place < length
                 entry = choose(present, place, Int32(0))
-                slot = choose(present, self.slot(table, entry, num_pages), Int64(-1))
+                number = ptx.global_load_i32(table + Int64(entry >> 6) * 4)
+                slot = choose(present, self.slot(number, entry), Int64(-1))
                 extra.global_store_i64_if(place < topk, out + Int64(place) * 8, slot)
         else:
-            self.select(scores, table, out, length, topk, num_pages)
+            self.select(scores, table, out, length, topk)
 
     def load_index(self, vector: Any, at: Int32) -> Int64:
         """Element of an int32 or int64 vector."""
@@ -146,22 +155,19 @@ class SelectTopk:
         place = address(vector) + Int64(at) * size
         return Int64(ptx.global_load_i64(place) if size == 8 else ptx.global_load_i32(place))
 
-    def slot(self, table: Int64, entry: Int32, num_pages: Int32) -> Int64:
-        """Slot of an entry; of the table's last page where the entry is beyond it, -1 without."""
-        page = cutlass.min(entry >> 6, num_pages - 1)
-        number = ptx.global_load_i32(table + Int64(page) * 4)
-        return Int64(number) * PAGE + Int64(entry & (PAGE - 1))
+    def slot(self, page: Int32, entry: Int32) -> Int64:
+        """Slot of an entry of the page of that number."""
+        return Int64(page) * PAGE + Int64(entry & (PAGE - 1))
 
     @cute.jit
-    def select(
-        self,
-        scores: Int64,
-        table: Int64,
-        out: Int64,
-        length: Int32,
-        topk: Int32,
-        num_pages: Int32,
-    ) -> None:
+    def clear(self, number: cutlass.Constexpr) -> None:
+        """Zero a histogram."""
+        for i in cutlass.range_constexpr(HISTOGRAM // (self.threads * 8)):
+            place = self.histograms + number * HISTOGRAM + (i * self.threads + self.tid) * 8
+            ptx.shared_store_f32x2(place, Float32(0.0), Float32(0.0))
+
+    @cute.jit
+    def select(self, scores: Int64, table: Int64, out: Int64, length: Int32, topk: Int32) -> None:
         """The topk largest of more than topk entries."""
         unit = 4 * self.threads
         share = unit * self.cluster
@@ -169,73 +175,107 @@ class SelectTopk:
         start = self.rank * span
         end = cutlass.min(length, start + span)
         several = span > self.chunk
-        self.load_keys(scores, start, end)
-        for i in cutlass.range_constexpr(len(DIGITS) * HISTOGRAM // (self.threads * 8)):
-            place = self.histograms + (i * self.threads + self.tid) * 8
-            ptx.shared_store_f32x2(place, Float32(0.0), Float32(0.0))
+        row = (scores, table, start, end, several)
+        if cutlass.const_expr(self.cluster > 1):
+            extra.cluster_arrive()
+        self.load_keys(row, start)
         cute.arch.sync_threads()
 
-        prefix = Uint32(0)
-        need = Uint32(topk)
-        for digit in cutlass.range_constexpr(len(DIGITS)):
-            for at in cutlass.range(start, end, self.chunk):
-                self.reload_keys(several, scores, at, end)
-                self.count_digit(at, end, digit, prefix)
-            cute.arch.sync_threads()
-            if cutlass.const_expr(self.cluster > 1):
-                self.add_to_first(digit)
-                extra.cluster_sync()
-            value, above = self.find_digit(digit, need)
+        prefix, need, inside = Uint32(0), Uint32(topk), Uint32(0)
+        for digit in cutlass.range_constexpr(len(DIGITS) - 1):
+            self.count_digit(row, digit, prefix)
+            value, above, inside = self.find_digit(digit, need)
             prefix = prefix * Uint32(DIGITS[digit][1]) + value
             need = need - above
+        # All that begin with prefix are selected: the k-th key is the lowest that may begin so.
+        kth = prefix * Uint32(DIGITS[-1][1]) - Uint32(1)
+        tied = Uint32(0)
+        if inside != need:
+            last = len(DIGITS) - 1
+            self.clear(last % HISTOGRAMS)
+            if cutlass.const_expr(self.cluster > 1):
+                extra.cluster_arrive()
+            cute.arch.sync_threads()
+            self.count_digit(row, last, prefix)
+            value, above, inside = self.find_digit(last, need)
+            kth = prefix * Uint32(DIGITS[-1][1]) + value
+            tied = need - above
 
-        higher, equal = Uint32(0), Uint32(0)
+        higher, equal, packed = Uint32(0), Uint32(0), Uint32(0)
         if cutlass.const_expr(self.cluster > 1):
             for at in cutlass.range(start, end, self.chunk):
-                self.reload_keys(several, scores, at, end)
-                first, last = self.warp_range(at, end)
-                more_higher, more_equal = self.count_chosen(first, last, prefix)
-                higher, equal = higher + more_higher, equal + more_equal
-            _, of_block = block_scan(self.of_warp(higher), self.sums, self.threads)
-            ptx.shared_store_u32(self.totals, of_block)
-            _, of_block = block_scan(self.of_warp(equal), self.sums, self.threads)
-            ptx.shared_store_u32(self.totals + 4, of_block)
-            extra.cluster_sync()
+                packed, total = self.rank_chunk(row, at, kth)
+                higher, equal = higher + (total & Uint32(0xFFFF)), equal + (total >> 16)
+            ptx.shared_store_u32(self.totals, higher)
+            ptx.shared_store_u32(self.totals + 4, equal)
+            extra.cluster_arrive()
+            extra.cluster_wait()
             higher, equal = Uint32(0), Uint32(0)
             for peer in cutlass.range_constexpr(self.cluster - 1):
-                before = peer < self.rank
+                earlier = peer < self.rank
                 theirs = extra.cluster_load_u32(self.totals, peer)
-                higher = higher + choose(before, theirs, Uint32(0))
+                higher = higher + choose(earlier, theirs, Uint32(0))
                 theirs = extra.cluster_load_u32(self.totals + 4, peer)
-                equal = equal + choose(before, theirs, Uint32(0))
-            extra.cluster_sync()
+                equal = equal + choose(earlier, theirs, Uint32(0))
+            extra.cluster_arrive()
 
-        targets = (table, out, num_pages, prefix, need)
+        targets = (out, kth, tied)
+        if cutlass.const_expr(self.cluster > 1):
+            if several:
+                self.place_chunks(row, targets, higher, equal)
+            else:
+                rank, tie = higher + (packed & Uint32(0xFFFF)), equal + (packed >> 16)
+                self.write_chosen(start, end, targets, rank, tie)
+            extra.cluster_wait()
+        else:
+            self.place_chunks(row, targets, higher, equal)
+
+    @cute.jit
+    def place_chunks(self, row: Any, targets: Any, higher: Uint32, equal: Uint32) -> None:
+        """Store the selected entries of all chunks; `higher` and `equal` ones are before them."""
+        _, _, start, end, _ = row
         for at in cutlass.range(start, end, self.chunk):
-            self.reload_keys(several, scores, at, end)
-            first, last = self.warp_range(at, end)
-            of_higher, of_equal = self.count_chosen(first, last, prefix)
-            more_higher, all_higher = block_scan(self.of_warp(of_higher), self.sums, self.threads)
-            more_equal, all_equal = block_scan(self.of_warp(of_equal), self.sums, self.threads)
-            self.write_chosen(at, first, last, targets, higher + more_higher, equal + more_equal)
-            higher, equal = higher + all_higher, equal + all_equal
+            before, total = self.rank_chunk(row, at, targets[1])
+            rank, tie = higher + (before & Uint32(0xFFFF)), equal + (before >> 16)
+            self.write_chosen(at, end, targets, rank, tie)
+            higher, equal = higher + (total & Uint32(0xFFFF)), equal + (total >> 16)
+
+    @cute.jit
+    def rank_chunk(self, row: Any, at: Int32, kth: Uint32) -> Any:
+        """Keys of a chunk above the k-th, and equal ones times 2^16: before this warp's, and all.
+
+        A chunk has fewer than 2^16 of each kind.
+        """
+        self.reload_keys(row, at)
+        higher, equal = self.count_chosen(at, row[3], kth)
+        return block_scan(self.of_warp(higher | (equal << 16)), self.sums, self.threads)
 
     def of_warp(self, value: Uint32) -> Uint32:
         """A warp's number as the summand of its last lane, so that the sum before all is alike."""
         return choose(self.lane == 31, value, Uint32(0))
 
     @cute.jit
-    def reload_keys(self, several: Any, scores: Int64, at: Int32, end: Int32) -> None:
+    def reload_keys(self, row: Any, at: Int32) -> None:
         """Load a chunk where the block has several; otherwise its only one is there."""
-        if several:
+        if row[4]:
             cute.arch.sync_threads()
-            self.load_keys(scores, at, end)
+            self.load_keys(row, at)
             cute.arch.sync_threads()
 
     @cute.jit
-    def load_keys(self, scores: Int64, at: Int32, end: Int32) -> None:
-        """Keys of entries at.. to shared memory, up to a multiple of 4 x threads; 0 beyond end."""
+    def load_keys(self, row: Any, at: Int32) -> None:
+        """Keys of entries at.. to shared memory, up to a multiple of 4 x threads; 0 beyond end.
+
+        And the numbers of their pages.
+        """
+        scores, table, _, end, _ = row
         last = cutlass.min(end - at, self.chunk)
+        for first in cutlass.range(0, (last + (PAGE - 1)) // PAGE, self.threads):
+            page = first + self.tid
+            present = page * PAGE < last
+            number = extra.global_load_i32_if(present, table + Int64(at // PAGE + page) * 4)
+            place = self.pages + choose(present, page, Int32(0)) * 4
+            extra.shared_store_u32_if(present, place, Uint32(number))
         for first in cutlass.range(0, last, 16 * self.threads):
             loaded = []
             for i in cutlass.range_constexpr(4):
@@ -251,12 +291,26 @@ class SelectTopk:
                 extra.shared_store_x4_if(entry < self.chunk, self.keys + entry * 4, *keys)
 
     @cute.jit
-    def count_digit(self, at: Int32, end: Int32, digit: cutlass.Constexpr, prefix: Uint32) -> None:
-        """Count the chunk's keys that begin with prefix by their next digit."""
-        last = cutlass.min(end - at, self.chunk)
-        for first in cutlass.range(0, last, 4 * self.threads):
-            for key in extra.shared_load_u32x4(self.keys + (first + self.tid * 4) * 4):
-                self.count_key(key, digit, prefix)
+    def count_digit(self, row: Any, digit: cutlass.Constexpr, prefix: Uint32) -> None:
+        """Count the keys that begin with prefix by their next digit; every block of the cluster."""
+        _, _, start, end, _ = row
+        for at in cutlass.range(start, end, self.chunk):
+            self.reload_keys(row, at)
+            last = cutlass.min(end - at, self.chunk)
+            for first in cutlass.range(0, last, 4 * self.threads):
+                for key in extra.shared_load_u32x4(self.keys + (first + self.tid * 4) * 4):
+                    self.count_key(key, digit, prefix)
+        cute.arch.sync_threads()
+        if cutlass.const_expr(self.cluster > 1):
+            if cutlass.const_expr(digit != 1):
+                extra.cluster_wait()
+            self.add_to_first(digit)
+            extra.cluster_arrive()
+            extra.cluster_wait()
+
+    def histogram(self, digit: int) -> Any:
+        """Shared address of a digit's histogram."""
+        return self.histograms + digit % HISTOGRAMS * HISTOGRAM
 
     def count_key(self, key: Uint32, digit: int, prefix: Uint32) -> None:
         """Count a key, unless it is 0 or does not begin with prefix."""
@@ -265,13 +319,13 @@ class SelectTopk:
         if digit > 0:
             wanted = (key >> DIGITS[digit - 1][0]) == prefix
         number = Int32((key >> shift) & Uint32(bins - 1))
-        extra.shared_count_if(wanted, self.histograms + digit * HISTOGRAM + number * 4)
+        extra.shared_count_if(wanted, self.histogram(digit) + number * 4)
 
     @cute.jit
     def add_to_first(self, digit: cutlass.Constexpr) -> None:
         """Add this block's histogram to that of the cluster's first block."""
         for i in cutlass.range_constexpr(DIGITS[digit][1] // self.threads):
-            place = self.histograms + digit * HISTOGRAM + (i * self.threads + self.tid) * 4
+            place = self.histogram(digit) + (i * self.threads + self.tid) * 4
             count = extra.shared_load_u32(place)
             away = (self.rank > 0) & (count > Uint32(0))
             extra.cluster_add_if(away, place, Int32(0), count)
@@ -287,11 +341,11 @@ class SelectTopk:
 
     @cute.jit
     def find_digit(self, digit: cutlass.Constexpr, need: Uint32) -> Any:
-        """(digit of the need-th largest key, number of keys with a larger one)."""
+        """(digit of the need-th largest key, keys with a larger one, keys with this one)."""
         bins = DIGITS[digit][1]
         each = bins // self.threads
         lowest = bins - each * (self.tid + 1)
-        counts = self.load_bins(self.histograms + digit * HISTOGRAM + lowest * 4, each)
+        counts = self.load_bins(self.histogram(digit) + lowest * 4, each)
         mine = counts[0]
         for i in cutlass.range_constexpr(1, each):
             mine = mine + counts[i]
@@ -300,9 +354,11 @@ class SelectTopk:
             hit = (above < need) & (need <= above + counts[i])
             extra.shared_store_u32_if(hit, self.found, Uint32(lowest + i))
             extra.shared_store_u32_if(hit, self.found + 4, above)
+            extra.shared_store_u32_if(hit, self.found + 8, counts[i])
             above = above + counts[i]
         cute.arch.sync_threads()
-        return extra.shared_load_u32(self.found), extra.shared_load_u32(self.found + 4)
+        of_all = [Int32(extra.shared_load_u32(self.found + 4 * i)) for i in range(3)]
+        return tuple(Uint32(cute.arch.make_warp_uniform(number)) for number in of_all)
 
     def warp_range(self, at: Any, end: Int32) -> Any:
         """This warp's share of a chunk: first and last place, multiples of GROUP x 32 entries."""
@@ -311,9 +367,10 @@ class SelectTopk:
         return self.warp * units * (GROUP * 32), (self.warp + 1) * units * (GROUP * 32)
 
     @cute.jit
-    def count_chosen(self, first: Int32, last: Int32, kth: Uint32) -> Any:
-        """Keys of this warp's share above the k-th one, and equal to it."""
+    def count_chosen(self, at: Any, end: Int32, kth: Uint32) -> Any:
+        """Keys of this warp's share of a chunk above the k-th one, and equal to it."""
         higher, equal = Uint32(0), Uint32(0)
+        first, last = self.warp_range(at, end)
         for place in cutlass.range(first, last, GROUP * 32):
             for key in self.group_keys(place):
                 higher = higher + extra.count_bits(ptx.ballot(key > kth))
@@ -327,27 +384,26 @@ class SelectTopk:
 
     @cute.jit
     def write_chosen(
-        self, at: Int32, first: Int32, last: Int32, targets: Any, higher: Uint32, equal: Uint32
+        self, at: Any, end: Int32, targets: Any, higher: Uint32, equal: Uint32
     ) -> None:
         """Store the slots of this warp's selected entries; `higher` and `equal` ones are before."""
+        first, last = self.warp_range(at, end)
         for place in cutlass.range(first, last, GROUP * 32):
-            higher, equal = self.write_group(at, place, targets, higher, equal)
+            higher, equal = self.write_group(place, targets, higher, equal)
 
-    def write_group(
-        self, at: Int32, place: Any, targets: Any, higher: Uint32, equal: Uint32
-    ) -> Any:
+    def write_group(self, place: Any, targets: Any, higher: Uint32, equal: Uint32) -> Any:
         """Store the selected ones of GROUP x 32 entries; returns the counts with theirs."""
-        table, out, num_pages, kth, need = targets
-        keys = self.group_keys(place)
-        slots = [self.slot(table, at + place + 32 * i + self.lane, num_pages) for i in range(GROUP)]
-        for key, slot in zip(keys, slots, strict=True):
+        out, kth, tied = targets
+        for i, key in enumerate(self.group_keys(place)):
+            entry = place + 32 * i + self.lane
+            page = Int32(extra.shared_load_u32(self.pages + (entry >> 6) * 4))
             above, same = key > kth, key == kth
             of_above, of_same = ptx.ballot(above), ptx.ballot(same)
             rank = higher + extra.count_bits(of_above & self.below)
             tie = equal + extra.count_bits(of_same & self.below)
-            taken = choose(tie < need, tie, need)
-            chosen = above | (same & (tie < need))
-            extra.global_store_i64_if(chosen, out + Int64(rank + taken) * 8, slot)
+            taken = choose(tie < tied, tie, tied)
+            chosen = above | (same & (tie < tied))
+            extra.global_store_i64_if(chosen, out + Int64(rank + taken) * 8, self.slot(page, entry))
             higher = higher + extra.count_bits(of_above)
             equal = equal + extra.count_bits(of_same)
         return higher, equal

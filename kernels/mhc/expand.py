@@ -15,8 +15,8 @@ from cutlass import Int32, Int64, cute, range_constexpr
 
 from sglang_dsv4.kernels import cute_math as cm
 from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
-from sglang_dsv4.kernels.mhc.collapse import fake_compact, fake_streams
 from sglang_dsv4.kernels.mhc.gates import STREAMS
+from sglang_dsv4.kernels.mhc.operands import fake_compact, fake_streams
 from sglang_dsv4.kernels.operands import VECTOR_BYTES, fake_rows
 
 LANE = 8
@@ -66,7 +66,7 @@ class Expand:
             source = Int64(token) * cm.stride_of(streams) + column
             rows = []
             for i in range_constexpr(STREAMS):
-                at = source + cm.stride_of(streams, 1) * i
+                at = source + i * self.hidden
                 rows.append(cm.load_float(cm.element_pointer(streams, at, VECTOR_BYTES), LANE))
             at = Int64(token) * cm.stride_of(output) + column
             added = cm.load_float(cm.element_pointer(output, at, VECTOR_BYTES), LANE)

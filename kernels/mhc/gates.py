@@ -15,6 +15,9 @@ from cutlass import Float32, Int32, Uint32, cute, range_constexpr
 from sglang_dsv4.kernels import cute_math as cm
 from sglang_dsv4.kernels.attention.instructions import maximum
 
+# A member that is generated at import, which type checkers do not see.
+_math: Any = cute.math
+
 STREAMS = 4
 TF32_BITS = 0xFFFFE000
 BF16_BITS = 0xFFFF0000
@@ -60,17 +63,8 @@ def total(values: Sequence[Any]) -> Any:
     return (values[0] + values[1]) + (values[2] + values[3])
 
 
-def _row(matrix: cute.Tensor, i: int) -> list[Float32]:
-    return [cm.float_at(matrix, STREAMS * i + j) for j in range(STREAMS)]
-
-
-def _column(matrix: cute.Tensor, j: int) -> list[Float32]:
-    return [cm.float_at(matrix, STREAMS * i + j) for i in range(STREAMS)]
-
-
-def _reciprocals(sums: Sequence[Any], eps: Float32) -> list[Any]:
-    """1 / (sum + eps) of four sums, two by one reciprocal of their product."""
-    divisors = [value + eps for value in sums]
+def reciprocals(divisors: Sequence[Any]) -> list[Any]:
+    """1 / value of four values, two by one reciprocal of their product."""
     found = []
     for i in (0, 2):
         both = reciprocal(divisors[i] * divisors[i + 1])
@@ -78,16 +72,11 @@ def _reciprocals(sums: Sequence[Any], eps: Float32) -> list[Any]:
     return found
 
 
-def _scale_rows(matrix: cute.Tensor, eps: Float32) -> None:
-    factors = _reciprocals([total(_row(matrix, i)) for i in range(STREAMS)], eps)
-    for i in range(STREAMS * STREAMS):
-        matrix[i] = cm.float_at(matrix, i) * factors[i // STREAMS]
-
-
-def _scale_columns(matrix: cute.Tensor, eps: Float32) -> None:
-    factors = _reciprocals([total(_column(matrix, j)) for j in range(STREAMS)], eps)
-    for i in range(STREAMS * STREAMS):
-        matrix[i] = cm.float_at(matrix, i) * factors[i % STREAMS]
+def weighted(values: Sequence[Any], factors: Sequence[Any], start: Any) -> Any:
+    """start + sum of four products."""
+    left = _math.fma(values[1], factors[1], values[0] * factors[0])
+    right = _math.fma(values[3], factors[3], _math.fma(values[2], factors[2], start))
+    return left + right
 
 
 @cute.jit
@@ -95,16 +84,46 @@ def sinkhorn(matrix: cute.Tensor, iters: Int32, eps: Float32) -> None:
     """Logits [16], row-major, to a doubly stochastic matrix, in this thread's registers.
 
     Row softmax plus eps, one division by the column sums, then iters - 1 rounds of rows and
-    columns; eps joins each divisor.
+    columns; eps joins each divisor. The matrix stays as it is after the softmax; its entries'
+    factors are kept for rows and columns: a row's new one is 1 / (sum + eps / old one).
     """
     for i in range_constexpr(STREAMS):
-        row = _row(matrix, i)
+        row = [cm.float_at(matrix, STREAMS * i + j) for j in range(STREAMS)]
         peak = maximum(maximum(row[0], row[1]), maximum(row[2], row[3]))
         weights = [cm.exp2((value - peak) * Float32(cm.LOG2_E)) for value in row]
         factor = reciprocal(total(weights))
         for j in range_constexpr(STREAMS):
             matrix[STREAMS * i + j] = weights[j] * factor + eps
-    _scale_columns(matrix, eps)
+    kept = [cm.float_at(matrix, k) for k in range(STREAMS * STREAMS)]
+    state = cute.make_rmem_tensor(cute.make_layout(4 * STREAMS), Float32)
+    ones = [Float32(1.0)] * STREAMS
+    down = [weighted(kept[j::STREAMS], ones, eps) for j in range(STREAMS)]
+    across = reciprocals(down)
+    for k in range_constexpr(STREAMS):
+        # Factors of rows and of columns, and one over them.
+        state[k], state[STREAMS + k] = Float32(1.0), across[k]
+        state[2 * STREAMS + k], state[3 * STREAMS + k] = Float32(1.0), down[k]
     for _ in range(iters - 1):
-        _scale_rows(matrix, eps)
-        _scale_columns(matrix, eps)
+        columns = [cm.float_at(state, STREAMS + k) for k in range(STREAMS)]
+        inverse = [
+            weighted(
+                kept[STREAMS * i : STREAMS * i + STREAMS],
+                columns,
+                eps * cm.float_at(state, 2 * STREAMS + i),
+            )
+            for i in range(STREAMS)
+        ]
+        rows = reciprocals(inverse)
+        for k in range_constexpr(STREAMS):
+            state[k], state[2 * STREAMS + k] = rows[k], inverse[k]
+        inverse = [
+            weighted(kept[j::STREAMS], rows, eps * cm.float_at(state, 3 * STREAMS + j))
+            for j in range(STREAMS)
+        ]
+        columns = reciprocals(inverse)
+        for k in range_constexpr(STREAMS):
+            state[STREAMS + k], state[3 * STREAMS + k] = columns[k], inverse[k]
+    for i in range_constexpr(STREAMS):
+        for j in range_constexpr(STREAMS):
+            entry = kept[STREAMS * i + j] * cm.float_at(state, i)
+            matrix[STREAMS * i + j] = entry * cm.float_at(state, STREAMS + j)

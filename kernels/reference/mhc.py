@@ -56,14 +56,18 @@ def hc_pre(
     sinkhorn_iters: int,
     hc_eps: float,
     rms_eps: float,
+    norm_weight: Tensor | None = None,
 ) -> tuple[Tensor, Tensor, Tensor]:
-    """Collapse the streams into the input of a block: sum_i pre_i x_i.
+    """Collapse the streams into the input of a block: sum_i pre_i x_i, with its norm if asked for.
 
-    Args: as `hc_weights`.
+    Args: as `hc_weights`; norm_weight [d] of the block's RMSNorm, whose eps is rms_eps, or None.
     Returns (input [T, d] in streams' dtype, post float32 [T, n], comb float32 [T, n, n]).
     """
     pre, post, comb = hc_weights(streams, fn, base, scale, sinkhorn_iters, hc_eps, rms_eps)
-    return _collapse(streams, pre), post, comb
+    collapsed = _collapse(streams, pre)
+    if norm_weight is not None:
+        collapsed = rms_norm(collapsed, norm_weight, rms_eps)
+    return collapsed, post, comb
 
 
 def _collapse(streams: Tensor, weights: Tensor) -> Tensor:
@@ -78,6 +82,25 @@ def hc_post(output: Tensor, streams: Tensor, post: Tensor, comb: Tensor) -> Tens
     """
     mixed = comb.mT @ streams.float()
     return (post.unsqueeze(-1) * output.float().unsqueeze(-2) + mixed).to(streams.dtype)
+
+
+def hc_post_pre(
+    output: Tensor,
+    streams: Tensor,
+    post: Tensor,
+    comb: Tensor,
+    fn: Tensor,
+    base: Tensor,
+    scale: Tensor,
+    sinkhorn_iters: int,
+    hc_eps: float,
+    rms_eps: float,
+    norm_weight: Tensor | None = None,
+) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+    """`hc_post` of one block, then `hc_pre` of the next: (new streams, input, post, comb)."""
+    new = hc_post(output, streams, post, comb)
+    args = (sinkhorn_iters, hc_eps, rms_eps, norm_weight)
+    return new, *hc_pre(new, fn, base, scale, *args)
 
 
 def hc_head(

@@ -1,6 +1,7 @@
 """The grouped projection on Marlin: each group an expert, the routing fixed, one launch.
 
-Not run on a GPU: the small model's o_a_proj is bfloat16. tests/layers/gpu/check_weights.py runs it.
+Taken only where ``SGLANG_DSV4_NVFP4_WEIGHT_KERNEL=marlin`` asks (``layers.weight_kernels``), since
+it was not seen right on a GPU; ``tests/layers/gpu/check_weights.py grouped`` runs it then.
 Memory-bound at decode: V4-Flash reads 8 * 1024 * 4096 * (1/2 + 1/16) B = 18.9 MB a layer.
 """
 

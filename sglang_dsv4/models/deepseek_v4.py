@@ -26,7 +26,7 @@ from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
 from sglang_dsv4.layers.weight_kernels import describe, weight_kernels_of
 from sglang_dsv4.model_source import ModelSource, open_source
 from sglang_dsv4.models.attention import Attention
-from sglang_dsv4.models.hyper_connection import HyperConnection, HyperHead
+from sglang_dsv4.models.hyper_connection import HyperConnection, HyperHead, Pending
 from sglang_dsv4.models.moe import MoE
 from sglang_dsv4.models.weights import load_weights
 
@@ -59,18 +59,17 @@ class DecoderLayer(nn.Module):
 
     def forward(
         self,
-        streams: torch.Tensor,
+        pending: Pending,
         input_ids: torch.Tensor,
         rope_table: torch.Tensor,
         backend: Dsv4AttentionBackend,
-    ) -> torch.Tensor:
-        """Streams [T, n, D] -> [T, n, D]."""
-        hidden, post, comb = self.attn_hc.collapse(streams)
-        out = self.self_attn(self.input_layernorm(hidden), rope_table, backend)
-        streams = self.attn_hc.expand(out, streams, post, comb)
-        hidden, post, comb = self.ffn_hc.collapse(streams)
-        out = self.mlp(self.post_attention_layernorm(hidden), input_ids)
-        return self.ffn_hc.expand(out, streams, post, comb)
+    ) -> Pending:
+        """Streams and the last layer's output -> streams and this layer's output."""
+        streams, hidden, post, comb = self.attn_hc.enter(pending, self.input_layernorm)
+        out = self.self_attn(hidden, rope_table, backend)
+        pending = Pending(streams, out, post, comb)
+        streams, hidden, post, comb = self.ffn_hc.enter(pending, self.post_attention_layernorm)
+        return Pending(streams, self.mlp(hidden, input_ids), post, comb)
 
 
 class Model(nn.Module):
@@ -84,7 +83,7 @@ class Model(nn.Module):
         self, dims: ModelDims, quant: Dsv4QuantConfig, ops: Operations, max_position: int
     ) -> None:
         super().__init__()
-        self.dims = dims
+        self.dims, self.ops = dims, ops
         self.embed_tokens = VocabParallelEmbedding(dims.vocab_size, dims.hidden_size)
         self.layers = nn.ModuleList(
             DecoderLayer(dims, layer_id, quant, ops, f"model.layers.{layer_id}")
@@ -102,11 +101,11 @@ class Model(nn.Module):
     def forward(self, input_ids: torch.Tensor, backend: Dsv4AttentionBackend) -> torch.Tensor:
         """input_ids [T] -> normed hidden state [T, D]."""
         hidden = self.embed_tokens(input_ids)
-        streams = hidden.unsqueeze(1).expand(-1, self.dims.hc_mult, -1).contiguous()
+        pending = Pending(hidden.unsqueeze(1).expand(-1, self.dims.hc_mult, -1).contiguous())
         for kind, layer in zip(self.dims.layer_kinds, self.layers, strict=True):
             table = self.rope_main if kind is LayerKind.SWA else self.rope_compress
-            streams = layer(streams, input_ids, table, backend)
-        return self.norm(self.hc_head(streams))
+            pending = layer(pending, input_ids, table, backend)
+        return self.norm(self.hc_head(pending.mixed(self.ops)))
 
 
 class DeepseekV4ForCausalLM(nn.Module):

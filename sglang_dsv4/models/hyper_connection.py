@@ -1,14 +1,36 @@
 """Manifold-constrained hyper-connections (paper section 2.2): four residual streams a token."""
 
+from typing import NamedTuple
+
 import torch
+from sglang.srt.layers.layernorm import RMSNorm
 from torch import nn
 
 from sglang_dsv4.config import ModelDims
 from sglang_dsv4.kernels.dispatch import Operations
 
 
+class Pending(NamedTuple):
+    """Streams [T, n, d] and a block's output [T, d] that is not yet mixed into them.
+
+    ``output``, ``post`` float32 [T, n] and ``comb`` float32 [T, n, n] are None before the first
+    block.
+    """
+
+    streams: torch.Tensor
+    output: torch.Tensor | None = None
+    post: torch.Tensor | None = None
+    comb: torch.Tensor | None = None
+
+    def mixed(self, ops: Operations) -> torch.Tensor:
+        """The new streams [T, n, d]."""
+        if self.output is None:
+            return self.streams
+        return ops.hc_post(self.output, self.streams, self.post, self.comb)
+
+
 class HyperConnection(nn.Module):
-    """Collapses the streams before a block and mixes them with its output after it.
+    """Mixes the streams with the last block's output and collapses them into a block's input.
 
     Parameters (float32, names of the checkpoint): ``fn`` [(2 + n) n, n d], ``base`` [(2 + n) n],
     ``scale`` [3], for n streams of width d.
@@ -27,27 +49,24 @@ class HyperConnection(nn.Module):
         self.base = nn.Parameter(torch.empty(mix, dtype=torch.float32))
         self.scale = nn.Parameter(torch.empty(3, dtype=torch.float32))
 
-    def collapse(self, streams: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-        """Streams [T, n, d] -> block input [T, d], ``post`` float32 [T, n], ``comb`` [T, n, n]."""
-        return self.ops.hc_pre(
-            streams,
-            self.fn,
-            self.base,
-            self.scale,
-            self.sinkhorn_iters,
-            self.hc_eps,
-            self.rms_eps,
-        )
+    def enter(
+        self, pending: Pending, norm: RMSNorm
+    ) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:
+        """The streams with the block before mixed in, and what this block starts from.
 
-    def expand(
-        self,
-        output: torch.Tensor,
-        streams: torch.Tensor,
-        post: torch.Tensor,
-        comb: torch.Tensor,
-    ) -> torch.Tensor:
-        """Block output [T, d] and old streams [T, n, d] -> new streams [T, n, d]."""
-        return self.ops.hc_post(output, streams, post, comb)
+        Args:
+            norm: the block's own norm, of the same eps as the hyper-connection.
+
+        Returns:
+            (streams [T, n, d], normed block input [T, d], ``post`` float32 [T, n], ``comb``
+            float32 [T, n, n]).
+        """
+        numbers = (self.sinkhorn_iters, self.hc_eps, self.rms_eps)
+        args = (self.fn, self.base, self.scale, *numbers, norm.weight)
+        if pending.output is None:
+            return pending.streams, *self.ops.hc_pre(pending.streams, *args)
+        mixing = (pending.output, pending.streams, pending.post, pending.comb)
+        return self.ops.hc_post_pre(*mixing, *args)
 
 
 class HyperHead(nn.Module):

@@ -32,7 +32,7 @@ def layers(runner: Runner) -> Any:
 
 def set_ops(runner: Runner, patch: Patch, **operations: Callable) -> None:
     """Replace operations of the attention backend and of the hyper-connections."""
-    users = [runner.model_runner.attn_backend]
+    users = [runner.model_runner.attn_backend, runner.model_runner.model.model]
     users += [hc for layer in layers(runner) for hc in (layer.attn_hc, layer.ffn_hc)]
     for user in users:
         patch.setattr(user, "ops", replace(user.ops, **operations))
@@ -240,8 +240,13 @@ def entries_rotated_at_their_last_token(runner: Runner, patch: Patch) -> None:
 
 @disturbance
 def mixing_matrix_transposed(runner: Runner, patch: Patch) -> None:
-    post = layers(runner)[0].attn_hc.ops.hc_post
-    set_ops(runner, patch, hc_post=lambda y, x, weight, comb: post(y, x, weight, comb.mT))
+    ops = layers(runner)[0].attn_hc.ops
+
+    def transposed(operation):
+        return lambda y, x, weight, comb, *rest: operation(y, x, weight, comb.mT, *rest)
+
+    operations = {name: transposed(getattr(ops, name)) for name in ("hc_post", "hc_post_pre")}
+    set_ops(runner, patch, **operations)
 
 
 @disturbance

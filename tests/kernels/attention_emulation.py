@@ -38,21 +38,24 @@ def emulate(
     out_scale,
     head_tile,
     splits,
+    shared_size,
 ):
     """(out, lse) of the kernel that make_kernel(names of the module) gives for one warp.
 
-    splits > 1 runs the combination too.
+    splits > 1 runs the combination too; shared_size: shared memory of a block, in bytes.
     """
     names = device.load(module)
     merge_splits = device.load(combine)["combine"]
     kernel = [make_kernel(names) for _ in range(module.THREADS // 32)]
     tokens, heads = q.shape[:2]
     put = device.tensor
+    # First in memory, so that a read before the window's list is out of bounds.
+    placed = [put(slots.numpy()) for slots in lists]
     if lengths is None:
         lengths = torch.zeros(1, dtype=torch.int32)
     operands = Operands(
         put(q.view(torch.int16).numpy()),
-        *(put(slots.numpy()) for slots in lists),
+        *placed,
         put(lengths.numpy()),
         *(put(pool.numpy()) for pool in pools),
         sinks=put(sinks.numpy()),
@@ -74,7 +77,7 @@ def emulate(
         kernel[device.local.warp].kernel(operands, numbers, np.int32(head_tiles))
 
     grid = (tokens * head_tiles, splits, 1)
-    device.launch(attention, grid, module.THREADS, module.shared_bytes(head_tile))
+    device.launch(attention, grid, module.THREADS, shared_size)
     if splits > 1:
         device.launch(
             lambda: merge_splits(

@@ -78,10 +78,13 @@ class IndexerInstructions(Instructions):
     def twice_relu(self, x):
         return full(x, np.float32) + np.abs(full(x, np.float32))
 
+    def multiply_add_wide(self, a, b, c):
+        return full(c, np.int64) + full(a, np.uint32).astype(np.int64) * full(b, np.uint32)
+
     def fence_async(self):
         pass
 
-    def wgmma_wait(self, sums, a):
+    def wgmma_wait(self, sums, a, pending):
         return sums
 
     def wgmma_start(self, a, b, columns, step):
@@ -128,6 +131,7 @@ class IndexerDevice(Device):
             local.pending.clear()
 
         arch.cp_async_wait_group = wait
+        arch.griddepcontrol_wait = arch.griddepcontrol_launch_dependents = lambda: None
         return arch
 
     def _replacements(self):

@@ -18,9 +18,6 @@ from sglang_dsv4.kernels.jit import cubin_of
 
 triton = pytest.importorskip("triton", reason="its wheel carries nvdisasm")
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-# Loads and stores of registers in local memory, as ptxas 13.4 leaves them: at 32 heads the
-# accumulators alone are 144 of 255 registers.
-SPILLS_ALLOWED = {8: 0, 16: 0, 32: 126}
 # An SM of sm_90 has 228 KB of shared memory, of which each block costs 1 KB more than it asks for.
 SM_SHARED, RESERVED = 228 * 1024, 1024
 
@@ -49,12 +46,12 @@ def test_instructions(head_tile, tmp_path):
     assert len(re.findall(r"LDG\.E\.NA\.64", sass)) == 2 * 2
     assert len(re.findall(r"HMUL2\.BF16", sass)) >= 2 * 14 * 4
     assert len(re.findall(r"BAR\.RED\.OR", sass)) == 1
-    assert len(re.findall(r"\b(LDL|STL)\b", sass)) <= SPILLS_ALLOWED[head_tile]
+    assert not re.search(r"\b(LDL|STL)\b", sass)
 
 
 @pytest.mark.parametrize("slot_bytes", [4, 8])
 def test_without_lengths(slot_bytes):
-    assert cubin_of(compile_narrow, "sm_90a", NarrowShape(8, ListShape(64, 64, slot_bytes)))
+    assert cubin_of(compile_narrow, "sm_90a", NarrowShape(16, ListShape(64, 64, slot_bytes)))
 
 
 @pytest.mark.parametrize("head_tile", HEAD_TILES)

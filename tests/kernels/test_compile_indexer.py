@@ -10,6 +10,7 @@ from sglang_dsv4.kernels.hardware import SHARED_BYTES
 from sglang_dsv4.kernels.indexer.indexer import (
     MAX_WORKSPACE_BYTES,
     round_tokens,
+    score_blocks,
     score_shape,
     topk_shape,
     workspace_bytes,
@@ -20,6 +21,7 @@ from sglang_dsv4.kernels.jit import cubin_of
 
 triton = pytest.importorskip("triton", reason="its wheel carries nvdisasm")
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+SPILL = re.compile(r"\b(LDL|STL)\b")
 ARCHS = ["sm_90a", "sm_100a", "sm_120a"]
 
 
@@ -27,9 +29,7 @@ def disassemble(builder, arch, shape, folder):
     path = folder / "kernel.cubin"
     path.write_bytes(cubin_of(builder, arch, shape))
     command = [str(NVDISASM), "-c", str(path)]
-    sass = subprocess.run(command, capture_output=True, text=True, check=True).stdout
-    assert not re.search(r"\b(LDL|STL)\b", sass)
-    return sass
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
 @pytest.mark.parametrize("heads", [8, 64])
@@ -37,6 +37,7 @@ def disassemble(builder, arch, shape, folder):
 def test_scores_instructions(arch, heads, tmp_path):
     shape = score_shape(4096, 1, heads, 8, arch)
     sass = disassemble(compile_scores, arch, shape, tmp_path)
+    assert not SPILL.search(sass)
     # 128 dims are eight products of 16, of all heads at once or of eight heads each; the compiler
     # may unroll the loop over tokens.
     if arch == "sm_90a":
@@ -51,6 +52,18 @@ def test_scores_instructions(arch, heads, tmp_path):
     assert len(re.findall(r"HMUL2\.BF16", sass)) == 32
 
 
+def test_overlapped_products_are_under_way_together(tmp_path):
+    shape = score_shape(128, 128, 64, 8, "sm_90a")
+    assert shape.overlapped
+    sass = disassemble(compile_scores, "sm_90a", shape, tmp_path)
+    waits = re.findall(r"WARPGROUP\.DEPBAR\.LE gsb0, (0x\d)", sass)
+    # Of a group of four pages, three are waited for while the next one's products run; the last,
+    # and the pages left over, are waited for alone.
+    assert waits == ["0x1"] * 3 + ["0x0"] * 2
+    # The schedule of a block may keep numbers in local memory; the loops over pages do not.
+    assert not SPILL.search(sass, sass.index("HGMMA"), sass.rindex("HGMMA"))
+
+
 @pytest.mark.parametrize(
     ("threads", "chunk", "cluster"), [(1024, 8192, 1), (1024, 32768, 8), (256, 8192, 1)]
 )
@@ -60,6 +73,9 @@ def test_topk_instructions(arch, threads, chunk, cluster, tmp_path):
     if shape.shared_bytes + 1024 > SHARED_BYTES[arch]:
         pytest.skip(f"{arch} has too little shared memory for {chunk} entries")
     sass = disassemble(compile_topk, arch, shape, tmp_path)
+    assert not SPILL.search(sass)
+    # It waits for the scores by itself (programmatic dependent launch).
+    assert "ACQBULK" in sass
     # Equal digits of a warp are counted by one addition.
     assert "ATOMS.POPC.INC.32" in sass
     assert ("UCGABAR_ARV" in sass) == (cluster > 1)
@@ -94,10 +110,14 @@ def test_topk_shapes():
         return shape.threads, shape.chunk, shape.cluster
 
     assert sizes(1, 128) == sizes(132, 128) == (1024, 8192, 1)
-    assert sizes(1, 129) == sizes(132, 256) == (1024, 16384, 1)
-    assert sizes(1, 257) == sizes(16, 512) == sizes(1, 257, "sm_120a") == (1024, 8192, 4)
-    assert sizes(17, 512) == sizes(132, 4096) == (1024, 32768, 1)
-    assert sizes(17, 512, "sm_120a") == (1024, 16384, 2)
-    assert sizes(1, 513) == (1024, 32768, 2) and sizes(16, 4096) == (1024, 32768, 8)
-    assert sizes(17, 4096) == (1024, 32768, 4)
+    assert sizes(1, 129) == (1024, 8192, 2) and sizes(16, 512) == (1024, 8192, 4)
+    assert sizes(17, 512) == (1024, 16384, 2) and sizes(67, 512) == (1024, 32768, 1)
+    assert sizes(1, 4096) == sizes(8, 4096) == (1024, 32768, 8)
+    assert sizes(1, 4096, "sm_120a") == (1024, 16384, 8)
+    assert sizes(132, 4096) == (1024, 32768, 1)
     assert sizes(133, 4096) == sizes(4096, 1) == (256, 8192, 1)
+
+
+def test_score_blocks():
+    assert [score_blocks(n, 132) for n in (0, 1, 100, 132, 133, 4096)] == [132] * 6
+    assert [score_blocks(n, 132) for n in (16, 64, 128)] == [128] * 3

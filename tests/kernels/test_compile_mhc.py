@@ -1,7 +1,7 @@
 """Hyper-connection and indexer-query kernels: SASS for every architecture, fragments on the CPU.
 
 The products' source runs here on numpy lanes with PTX instructions replaced by their definitions,
-so the mapping of columns to registers, stages and shared slots is checked without a GPU.
+so the mapping of columns to registers, chunks and shared slots is checked without a GPU.
 """
 
 import re
@@ -14,41 +14,39 @@ import numpy as np
 import pytest
 import torch
 from test_compile_memory_bound import instructions, tool
-from warp_emulator import Memory, fresh
+from warp_emulator import LANES, Memory, fresh
 
 sys.path.insert(0, str(Path(__file__).parent / "gpu"))
 
 import mhc_cases as cases
 
-from sglang_dsv4.errors import UnsupportedError
-from sglang_dsv4.kernels.hardware import SHARED_BYTES
 from sglang_dsv4.kernels.indexer.query import compile_indexer_query
 from sglang_dsv4.kernels.jit import cubin_of
-from sglang_dsv4.kernels.mhc import collapse, gates
-from sglang_dsv4.kernels.mhc.collapse import Shape, compile_collapse, shape_of
+from sglang_dsv4.kernels.mhc import gates, project
+from sglang_dsv4.kernels.mhc.boundary import compile_boundary
 from sglang_dsv4.kernels.mhc.expand import compile_expand
+from sglang_dsv4.kernels.mhc.finish import Finish, compile_finish
+from sglang_dsv4.kernels.mhc.project import compile_project
 from sglang_dsv4.kernels.reference import mhc as reference
 
 ARCHS = ("sm_90a", "sm_100a", "sm_120a")
 BF16, F32 = torch.bfloat16, torch.float32
-# Name: (builder, static arguments, least 16-byte loads, stores and copies to shared, products).
+# Name: (builder, static arguments, least 16-byte loads and stores, products).
 KERNELS = {
-    "pre-few": (compile_collapse, (shape_of(4096), 24, 1, True), 8, 2, 24, 96),
-    "pre-many": (compile_collapse, (shape_of(4096), 24, 2, False), 16, 4, 24, 192),
-    "pre-pro": (compile_collapse, (shape_of(7168), 24, 1, True), 16, 4, 48, 192),
-    "pre-tiny": (compile_collapse, (shape_of(256), 24, 1, True), 8, 2, 24, 96),
-    "head": (compile_collapse, (shape_of(4096), 4, 1, True), 8, 2, 4, 32),
-    "post": (compile_expand, (4096,), 5, 4, 0, 0),
-    "query": (compile_indexer_query, (BF16, 64), 8, 4, 0, 0),
-    "query-f32": (compile_indexer_query, (F32, 8), 12, 8, 0, 0),
+    "project": (compile_project, (4096, 24), 32, 1, 96),
+    "project-head": (compile_project, (7168, 4), 16, 1, 32),
+    "boundary": (compile_boundary, (7168,), 44, 9, 96),
+    "finish": (compile_finish, (4096, 24, 128, 1, False, False, False), 8, 5, 0),
+    "finish-norm": (compile_finish, (7168, 24, 448, 2, True, True, False), 14, 6, 0),
+    "finish-head": (compile_finish, (4096, 4, 128, 1, False, False, False), 8, 1, 0),
+    "finish-many": (compile_finish, (7168, 24, 128, 1, False, False, True), 12, 5, 0),
+    "post": (compile_expand, (4096,), 5, 4, 0),
+    "query": (compile_indexer_query, (BF16, 64), 8, 4, 0),
+    "query-f32": (compile_indexer_query, (F32, 8), 12, 8, 0),
 }
-# Architectures of a kernel where they are not all: two row tiles do not fit in sm_120a's shared
-# memory, and some differ too little from their neighbours to be compiled three times.
-SOME_ARCHS = {"pre-many": 2, "pre-tiny": 1, "head": 1, "query-f32": 1}
+# Some differ too little from their neighbours to be compiled three times.
+SOME_ARCHS = {"project-head": 1, "finish-head": 1, "query-f32": 1}
 CASES = [(name, arch) for name in KERNELS for arch in ARCHS[: SOME_ARCHS.get(name, 3)]]
-# Width 7168 holds 64 stream values of a thread's 128 registers; a few addresses and values wait in
-# local memory, once for each cluster.
-STACK_BYTES = {"pre-pro": 192}
 
 
 def stack_bytes(cubin, folder):
@@ -62,44 +60,38 @@ def stack_bytes(cubin, folder):
 
 @pytest.mark.parametrize(("name", "arch"), CASES)
 def test_compiles_and_is_what_it_claims(name, arch, tmp_path):
-    builder, static, loads, stores, copies, products = KERNELS[name]
+    builder, static, loads, stores, products = KERNELS[name]
     cubin = cubin_of(builder, arch, *static)
     found = instructions(cubin, tmp_path)
-    if name not in STACK_BYTES:
-        assert not [op for op in found if op.startswith(("LDL", "STL"))]
-    assert max(stack_bytes(cubin, tmp_path)) <= STACK_BYTES.get(name, 0)
+    assert not [op for op in found if op.startswith(("LDL", "STL"))]
+    assert max(stack_bytes(cubin, tmp_path)) == 0
     assert not [op for op in found if re.match(r"D(ADD|MUL|FMA|SETP)|F2F\.\w*64", op)]
     wide = [op for op in found if ".128" in op]
     assert sum(op.startswith("LDG.") for op in wide) >= loads, wide
     assert sum(op.startswith("STG") for op in wide) >= stores, wide
-    assert sum(op.startswith("LDGSTS") for op in wide) == copies, wide
     assert sum(op.startswith("HMMA.1688.F32.TF32") for op in found) == products
     assert not [op for op in found if re.match(r"(LDG|STG)\.E\.U?[SU]?(8|16)\b", op)]
 
 
-@pytest.mark.parametrize("hidden", [32, 96, 256, 1024, 2048, 4096, 5120, 7168, 8192])
-def test_a_shape_covers_the_width(hidden):
-    shape = shape_of(hidden)
-    assert shape.blocks * shape.warps * shape.chunks * 32 == hidden
-    assert shape.warps <= 16
+@pytest.mark.parametrize(("name", "early"), [("project", 24), ("finish", 4), ("boundary", 24)])
+def test_what_older_kernels_wrote_is_loaded_before_the_wait(name, early, tmp_path):
+    builder, static, *_ = KERNELS[name]
+    found = instructions(cubin_of(builder, "sm_90a", *static), tmp_path)
+    before = found[: found.index("ACQBULK")]
+    assert sum(op.startswith("LDG.E.128") for op in before) == early
+    if name != "finish":
+        # Of the streams nothing is multiplied before all of it is asked for.
+        products = [op.startswith("HMMA") for op in found].index(True)
+        assert not [op for op in found[products:] if op.startswith("LDG")]
 
 
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize("hidden", [256, 4096, 5120, 7168, 8192])
-@pytest.mark.parametrize("tokens", [1, 4096])
-def test_the_ring_holds_a_step(tokens, hidden, arch):
-    shape = shape_of(hidden)
-    row_tiles = shape.row_tiles(tokens, arch)
-    kernel = collapse.Collapse(shape, 24, row_tiles, True, SHARED_BYTES[arch])
-    # All column tiles of one stream's 32 columns are waited for together.
-    assert kernel.ahead >= kernel.tiles == 3
-    assert row_tiles == 1 or tokens > 256
-
-
-@pytest.mark.parametrize("hidden", [40, 8224, 11 * 1024])
-def test_other_widths_are_refused(hidden):
-    with pytest.raises(UnsupportedError, match=str(hidden)):
-        shape_of(hidden)
+@pytest.mark.parametrize("hidden", [32, 96, 256, 4096, 7168, 8192, 16384])
+@pytest.mark.parametrize("rows", [4, 24])
+def test_finish_covers_the_width_and_the_groups(rows, hidden):
+    kernel = Finish(hidden, rows, 128, 1, False, False, False)
+    assert kernel.slices * kernel.threads * 8 >= hidden
+    assert kernel.threads >= kernel.sets * kernel.quads and kernel.threads <= 1024
+    assert kernel.sets * 4 >= kernel.groups
 
 
 class Word(np.ndarray):
@@ -131,92 +123,87 @@ def mma_tf32(a, b, c):
 
 
 class Lanes:
-    """One warp of one block: its memory and the functions that the products' source calls."""
+    """Warps of one block: memory and the functions that the products' source calls."""
 
-    def __init__(self, shape, row_tiles, fn, shared_bytes=232448):
-        self.memory, self.shared = Memory(fn.nbytes + 4096), Memory(1 << 18)
-        fn_address = self.memory.place(fn)
-        self.ring = self.shared.place(np.full(1 << 17, 0xFF, np.uint8))
-        self.pending = []
-        source, parts = fresh(collapse), fresh(gates)
-        math = types.SimpleNamespace(word_of=words, float_of=lambda w: np.asarray(w).view("f4"))
-        parts.__dict__.update(cm=math, Uint32=np.uint32)
-        arch = types.SimpleNamespace(
-            cp_async_commit_group=lambda: None,
-            cp_async_wait_group=self.wait,
-            sync_warp=lambda: None,
+    def __init__(self, streams, fn):
+        self.memory = Memory(streams.nbytes + fn.nbytes + 8192)
+        self.tensors = {}
+        for name, array in (("streams", streams), ("fn", fn)):
+            self.tensors[name] = types.SimpleNamespace(
+                at=self.memory.place(array), item=array.itemsize, stride=array.shape[-1] * 4
+            )
+        self.tensors["streams"].count = len(streams)
+        source, parts = fresh(project), fresh(gates)
+        math = types.SimpleNamespace(
+            word_of=words,
+            float_of=lambda w: np.asarray(w).view("f4"),
+            select=np.where,
+            rows_in=lambda tensor: tensor.count,
+            stride_of=lambda tensor: tensor.stride,
+            address_of=lambda tensor, at: tensor.at + np.asarray(at) * tensor.item,
+            load_words_if=lambda wanted, at, empty: list(self.load(wanted, at)),
         )
+        parts.__dict__.update(cm=math, Uint32=np.uint32)
+        self.source = source
         source.__dict__.update(
             cm=math,
             Int32=np.int32,
             Int64=np.int64,
+            Uint32=np.uint32,
             Float32=np.float32,
-            address=lambda tensor: fn_address,
             mma_tf32=mma_tf32,
-            copy_async_16=self.copy,
-            shared_load_f32x4=lambda at: self.shared.load(at, 4, np.float32),
-            cute=types.SimpleNamespace(arch=arch),
+            global_load_f32x4=lambda at: self.memory.load(at, 4, np.float32),
+            range_constexpr=range,
             bf16_words=lambda word: [words(x) for x in parts.bf16_words(word)],
             tf32_parts=parts.tf32_parts,
         )
         self.tf32_parts = parts.tf32_parts
-        self.kernel = source.Collapse(shape, 24, row_tiles, True, shared_bytes)
 
-    def copy(self, shared, address, size):
-        """Not visible before the group is waited for."""
-        self.pending.append((shared, self.memory.load(address, 4, np.uint32)))
-
-    def wait(self, allowed):
-        """Every stage is one group of two copies."""
-        while len(self.pending) > 2 * allowed:
-            shared, values = self.pending.pop(0)
-            self.shared.store(shared, values, np.uint32)
+    def load(self, wanted, at):
+        found = self.memory.load(np.where(wanted, at, 256), 4, np.uint32)
+        return [words(np.where(wanted, x, np.uint32(0))) for x in found]
 
 
-@pytest.mark.parametrize(
-    ("shape", "row_tiles", "slots"),
-    [(Shape(512, 2, 2), 2, 5), (Shape(512, 2, 2), 1, 3), (Shape(256, 8, 1), 1, 12)],
-)
-def test_fragments_give_the_products_of_a_warp(shape, row_tiles, slots):
+def inputs(tokens, hidden):
+    """(streams as bits [T, 4, hidden], their values, fn)."""
     rng = np.random.default_rng(0)
-    hidden, rank, warp = shape.hidden, shape.blocks - 1, shape.warps - 1
     fn = rng.standard_normal((24, 4 * hidden)).astype(np.float32)
-    x = rng.standard_normal((16 * row_tiles, 4, hidden)).astype(np.float32)
-    x = torch.from_numpy(x).bfloat16()
-    bits = x.view(torch.int16).numpy().view(np.uint16)
-    lanes = Lanes(shape, row_tiles, fn)
-    lanes.kernel.ahead = slots
-    lane = np.arange(32)
-    first = rank * shape.columns + warp * shape.chunks * 32
-    column = first + lane % 4 * 8
-    values = []
-    for half in range(2 * row_tiles):
-        at = column[:, None] + np.arange(8)
-        rows = [bits[lane // 4 + 8 * half, i] for i in range(4)]
-        chunks = []
-        for chunk in range(shape.chunks):
-            taken = [np.take_along_axis(row, at + 32 * chunk, 1) for row in rows]
-            chunks.append([[words(t[:, k : k + 2]).ravel() for k in (0, 2, 4, 6)] for t in taken])
-        values.append(chunks)
-    source, place = lanes.kernel.copies(None, lanes.ring, rank, warp, lane)
-    for number in range(lanes.kernel.ahead):
-        lanes.kernel.fetch(number, source, place)
-    reads = lanes.kernel.reads(lanes.ring, warp, lane)
-    sums, squares = lanes.kernel.multiply(values, source, place, reads)
-    owned = np.arange(first, first + shape.chunks * 32)
-    part = x.double().numpy()[:, :, owned]
-    products = np.einsum("tic,nic->tn", part, fn.astype(np.float64).reshape(24, 4, -1)[:, :, owned])
-    for m in range(row_tiles):
-        for tile in range(3):
-            for r in range(4):
-                row, column = lane // 4 + 8 * (r // 2), lane % 4 * 2 + r % 2
-                wanted = products[16 * m + row, 8 * tile + column]
-                # About 100 additions in float32 of sums of at most 256 products.
-                assert np.abs(sums[m][tile][r] - wanted).max() < 100 * 2.0**-24 * 60
-    for half in range(2 * row_tiles):
-        quads = squares[half].reshape(8, 4).sum(1)
-        wanted = np.square(part[8 * half : 8 * half + 8]).sum((1, 2))
-        np.testing.assert_allclose(quads, wanted, rtol=2.0**-18)
+    x = torch.from_numpy(rng.standard_normal((tokens, 4, hidden)).astype(np.float32)).bfloat16()
+    return x.view(torch.int16).numpy().view(np.uint16), x.double().numpy(), fn
+
+
+def assert_sums(found, values, fn, chunk, first):
+    """A chunk's sums of 16 tokens: products, then sums of squares, of lanes as m16n8k8 has them."""
+    columns = np.arange(chunk * 32, chunk * 32 + 32)
+    rows = np.minimum(np.arange(first, first + 16), len(values) - 1)
+    part = values[rows][:, :, columns]
+    weights = fn.astype(np.float64).reshape(24, 4, -1)[:, :, columns]
+    products = np.einsum("tic,nic->tn", part, weights)
+    group, quad = LANES // 4, LANES % 4
+    for tile in range(3):
+        for r in range(4):
+            wanted = products[group + 8 * (r // 2), 8 * tile + 2 * quad + r % 2]
+            # About 60 additions in float32 of sums of 128 products.
+            assert np.abs(found[4 * tile + r] - wanted).max() < 60 * 2.0**-24 * 60
+    for half in range(2):
+        wanted = np.square(part[group + 8 * half]).sum((1, 2))
+        np.testing.assert_allclose(found[12 + half], wanted, rtol=2.0**-18)
+
+
+def test_products_of_a_chunk():
+    hidden, tokens, chunk, first = 256, 21, 5, 16
+    bits, values, fn = inputs(tokens, hidden)
+    lanes = Lanes(bits, fn)
+    kernel = lanes.source.Project(hidden, 24)
+    starts = kernel.row_addresses(lanes.tensors["streams"], np.int32(first), LANES)
+    loaded = kernel.load(lanes.tensors["streams"], starts, np.int32(chunk), np.full(32, True))
+    pieces = kernel.load_fn(lanes.tensors["fn"], np.int32(chunk), LANES)
+    sums, squares = kernel.fresh_sums()
+    for i in range(4):
+        for half in range(2):
+            kernel.add_half(loaded[i], half, kernel.split(pieces[i][half]), sums, squares)
+    quads = [np.repeat(square.reshape(8, 4).sum(1), 4) for square in squares]
+    assert_sums([x for tile in sums for x in tile] + quads, values, fn, chunk, first)
 
 
 def test_two_parts_hold_a_float_to_21_bits():
@@ -225,7 +212,7 @@ def test_two_parts_hold_a_float_to_21_bits():
     # Exponents whose second part is still normal.
     bits = (bits & 0x807FFFFF) | (rng.integers(40, 254, 4096, dtype=np.uint32) << 23)
     value = bits.view(np.float32)
-    parts = Lanes(Shape(256, 8, 1), 1, np.zeros((1, 1), np.float32)).tf32_parts(value)
+    parts = Lanes(np.zeros((1, 4, 32), np.uint16), np.zeros((1, 128), np.float32)).tf32_parts(value)
     kept = sum((np.asarray(p) & np.uint32(0xFFFFE000)).view("f4").astype(float) for p in parts)
     lost = (value.astype(float) - kept) / value
     assert (lost >= 0).all() and lost.max() < 2.0**-21
@@ -240,6 +227,10 @@ def test_the_checks_accept_the_reference(tokens, hidden):
     cases.check_head(reference.hc_head, streams, cases.parameters(hidden, 4, "cpu"))
     output = torch.randn(tokens, hidden).bfloat16()
     cases.check_post(reference.hc_post, output, cases.strided(streams))
+    weight = (torch.rand(hidden) + 0.5).bfloat16()
+    cases.check_norm(reference.hc_pre, streams, cases.parameters(hidden, 24, "cpu"), weight)
+    operations = (reference.hc_post, reference.hc_pre, reference.hc_post_pre)
+    cases.check_post_pre(operations, output, streams, cases.parameters(hidden, 24, "cpu"), weight)
 
 
 @torch.no_grad()
@@ -255,6 +246,30 @@ def test_the_checks_refuse_a_rounded_fn(bits):
     streams = cases.random_streams(40, 256, "cpu")
     with pytest.raises(AssertionError, match="of the bound"):
         cases.check_pre(coarse, streams, cases.parameters(256, 24, "cpu"))
+
+
+@torch.no_grad()
+def test_the_checks_refuse_a_norm_of_unrounded_values_and_another_order():
+    torch.manual_seed(0)
+    p, weight = cases.parameters(256, 24, "cpu"), torch.ones(256).bfloat16()
+    streams = torch.randn(40, 4, 256).bfloat16()
+
+    def unrounded(streams, *args):
+        found = reference.hc_pre(streams, *args[:6])
+        if len(args) == 6:
+            return found
+        wide = reference.hc_pre(streams.float(), *args)[0]
+        return wide.bfloat16(), *found[1:]
+
+    with pytest.raises(AssertionError, match="of the bound"):
+        cases.check_norm(unrounded, streams, p, weight)
+
+    def swapped(output, streams, post, comb, *args):
+        return reference.hc_post_pre(output, streams, post, comb.mT, *args)
+
+    operations = (reference.hc_post, reference.hc_pre, swapped)
+    with pytest.raises(AssertionError, match="differs"):
+        cases.check_post_pre(operations, streams[:, 0], streams, p, weight)
 
 
 @torch.no_grad()

@@ -55,14 +55,14 @@ def test_instructions(arch, head_tile, tmp_path):
 
 def test_head_tiles_fit_the_device():
     tiles = IMPLEMENTATIONS[Kernel.PORTABLE].head_tiles
-    assert tiles(1, "sm_90a") == [8] and tiles(9, "sm_90a") == [16]
-    assert tiles(128, "sm_90a") == [16, 32] and tiles(128, "sm_120a") == [16]
+    assert tiles(1, "sm_90a") == [8] and tiles(9, "sm_90a") == [8, 16]
+    assert tiles(128, "sm_90a") == [8, 16, 32] and tiles(128, "sm_120a") == [8, 16]
 
 
 def test_kernels_of_an_architecture(monkeypatch):
     assert kernels_for(16, "sm_100a") == [Kernel.PORTABLE]
     assert kernels_for(16, "sm_90a") == [Kernel.PORTABLE, Kernel.NARROW]
-    assert kernels_for(64, "sm_90a") == [Kernel.PORTABLE, Kernel.WIDE]
+    assert kernels_for(64, "sm_90a") == [Kernel.PORTABLE, Kernel.WIDE, Kernel.NARROW]
     monkeypatch.setenv(ATTENTION_KERNEL.name, "wide")
     assert kernels_for(64, "sm_90a") == [Kernel.WIDE]
     with pytest.raises(UnsupportedError, match="16 heads on sm_90a"):

@@ -124,6 +124,7 @@ def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, head_til
         narrow,
         lambda names: names["NarrowAttention"](shape),
         *(q, lists, lengths, pools, sinks, scale, out_scale, head_tile, splits),
+        narrow.shared_bytes(head_tile),
     )
 
 
@@ -131,15 +132,14 @@ def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, head_til
     ("heads", "head_tile", "splits", "window", "comp", "comp_page", "lengths", "sharp"),
     [
         (16, 16, 1, 70, 130, 64, None, 1),
-        (5, 8, 1, 64, 65, 2, (65, 3), 1),
+        (5, 16, 1, 64, 65, 2, (65, 3), 1),
         (20, 16, 2, 33, 100, 64, None, 1),
-        (32, 32, 1, 10, 64, 2, None, 1),
         # Scores that move the origin more than once.
         (9, 16, 1, 64, 190, 2, None, 60),
         # Five splits of 2, 1 and 3 tiles; of no tile at all.
-        (8, 8, 5, 40, 200, 64, (64, -7), 1),
-        (3, 8, 3, 0, 70, 64, (0, 70), 1),
-        (3, 8, 1, 0, 70, 64, (0, 69), 1),
+        (8, 16, 5, 40, 200, 64, (64, -7), 1),
+        (3, 16, 3, 0, 70, 64, (0, 70), 1),
+        (3, 16, 1, 0, 70, 64, (0, 69), 1),
     ],
 )
 def test_kernel_source(heads, head_tile, splits, window, comp, comp_page, lengths, sharp):

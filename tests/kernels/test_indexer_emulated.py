@@ -32,11 +32,12 @@ def requests(lengths, pages_each):
     return pool, key_pages
 
 
-def emulate_scores(q, weights, pool, key_pages, row_of_token, visible, limit, tokens, wgmma):
+def emulate_scores(batch, limit, tokens, wgmma, blocks):
+    q, weights, pool, key_pages, row_of_token, visible = batch
     device = IndexerDevice(1 << 24)
     heads = -(-q.shape[1] // 8) * 8
-    shape = scores.ScoreShape(heads, tokens, 8, wgmma)
     source = device.load(scores)
+    shape = scores.ScoreShape(heads, tokens, 8, wgmma)
     kernels = [source["IndexerScores"](shape) for _ in range(16)]
     put = device.tensor
     out = put(np.full((len(q), key_pages.shape[1] * 64), np.nan, np.float32))
@@ -53,28 +54,37 @@ def emulate_scores(q, weights, pool, key_pages, row_of_token, visible, limit, to
     def body():
         kernels[device.local.warp].kernel(operands, np.int32(limit))
 
-    device.launch(body, (3, 1, 1), shape.threads, scores.shared_bytes(shape))
+    device.launch(body, (blocks, 1, 1), shape.threads, scores.shared_bytes(shape))
     return torch.from_numpy(out.read())
 
 
 @pytest.mark.parametrize(
-    ("heads", "tokens", "wgmma"),
-    [(1, 1, False), (20, 4, True), (64, 2, False), (9, 8, True), (64, 1, True)],
+    ("heads", "tokens", "wgmma", "blocks"),
+    [
+        (1, 1, False, 3),
+        (64, 2, False, 3),
+        (20, 4, True, 3),
+        (9, 8, True, 2),
+        (64, 1, True, 3),
+        (16, 1, True, 1),
+        (64, 1, True, 5),
+    ],
 )
-def test_scores(heads, tokens, wgmma):
-    lengths, limit = [500, 3, 130], 5
-    pool, key_pages = requests(lengths, 9)
+def test_scores(heads, tokens, wgmma, blocks):
+    lengths, limit = [900, 3, 130], 5
+    pool, key_pages = requests(lengths, 15)
     row_of_token = torch.tensor([0, 0, 1, 1, 0, 2, 2, 2, 2, 2, 1])
-    visible = torch.tensor([500, 431, 3, 0, 6, 130, 4, 129, 64, 65, 0])
+    visible = torch.tensor([900, 431, 3, 0, 6, 130, 4, 129, 64, 65, 0])
     q = torch.randn(len(visible), heads, 128).bfloat16()
     weights = torch.randn(len(visible), heads)
-    found = emulate_scores(q, weights, pool, key_pages, row_of_token, visible, limit, tokens, wgmma)
+    batch = (q, weights, pool, key_pages, row_of_token, visible)
+    found = emulate_scores(batch, limit, tokens, wgmma, blocks)
     for token, seen in enumerate(visible.tolist()):
         if seen > limit:
             slots = reference.entry_slots(key_pages[row_of_token[token]], seen, 64)
             keys = read_indexer_keys(pool, slots, LAYOUT).double()
-            products = keys @ q[token].double().mT
-            wanted = products.relu() @ weights[token].double()
+            dots = keys @ q[token].double().mT
+            wanted = dots.relu() @ weights[token].double()
             size = (keys.abs() @ q[token].double().abs().mT) @ weights[token].double().abs()
             # Float32 sums of 128 products and `heads` terms: far below 2^-18 of their sizes.
             assert ((found[token, :seen] - wanted).abs() <= size * 2**-18).all(), token

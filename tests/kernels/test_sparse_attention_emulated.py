@@ -19,6 +19,7 @@ def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, head_til
         portable,
         lambda names: names["SparseAttention"](shape, "sm_90a"),
         *(q, lists, lengths, pools, sinks, scale, out_scale, head_tile, splits),
+        portable.shared_bytes(head_tile),
     )
 
 

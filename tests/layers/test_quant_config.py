@@ -35,8 +35,12 @@ LINEAR, GROUPED, EXPERTS = blank(ReplicatedLinear), blank(GroupedLinear), blank(
     ("capability", "forced", "methods"),
     [
         (None, None, (DequantLinearMethod, DequantGroupedMethod, DequantMoEMethod)),
-        ((9, 0), None, (MarlinLinearMethod, MarlinGroupedMethod, MarlinMoEMethod)),
-        ((10, 0), None, (FlashInferLinearMethod, MarlinGroupedMethod, FlashInferModelOptMoEMethod)),
+        ((9, 0), None, (MarlinLinearMethod, DequantGroupedMethod, MarlinMoEMethod)),
+        (
+            (10, 0),
+            None,
+            (FlashInferLinearMethod, DequantGroupedMethod, FlashInferModelOptMoEMethod),
+        ),
         ((12, 0), WeightKernel.MARLIN, (MarlinLinearMethod, MarlinGroupedMethod, MarlinMoEMethod)),
         (
             (9, 0),

@@ -31,14 +31,14 @@ def test_a_cpu_dequantises():
 @pytest.mark.parametrize("capability", HOPPER_AND_BEFORE)
 def test_gpus_without_fp4_units_run_marlin(capability):
     kernels = weight_kernels(capability)
-    assert kinds(kernels) == (MARLIN,) * 3
+    assert kinds(kernels) == (MARLIN, MARLIN, DEQUANT)
     assert kernels.experts_runner == "marlin"
 
 
 @pytest.mark.parametrize("capability", BLACKWELL)
-def test_blackwell_runs_flashinfer_and_marlin_for_the_groups(capability):
+def test_blackwell_runs_flashinfer_and_widens_the_groups(capability):
     kernels = weight_kernels(capability)
-    assert kinds(kernels) == (FLASHINFER, FLASHINFER, MARLIN)
+    assert kinds(kernels) == (FLASHINFER, FLASHINFER, DEQUANT)
     assert kernels.experts_runner == BLACKWELL[capability]
 
 
@@ -85,8 +85,8 @@ def test_the_log_line_names_every_choice():
     line = describe(weight_kernels((10, 0)))
     assert line == (
         "NVFP4 weights on sm_100: linear flashinfer, experts flashinfer "
-        "(flashinfer_trtllm_routed), o_a_proj if packed marlin: sm_100 multiplies FP4 by FP4; "
-        "o_a_proj is bound by its weight's bytes"
+        "(flashinfer_trtllm_routed), o_a_proj if packed dequant: sm_100 multiplies FP4 by FP4; "
+        "o_a_proj is a bfloat16 product"
     )
     assert "\n" not in describe(weight_kernels(None))
 

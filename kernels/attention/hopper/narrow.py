@@ -1,7 +1,7 @@
-"""Sparse attention for at most 32 heads on WGMMA (sm_90a): the heads are the products' N.
+"""Sparse attention for tiles of 16 heads on WGMMA (sm_90a): the heads are the products' N.
 
-One warpgroup, one block, serves one token, one tile of 8, 16 or 32 heads and one share of the
-token's keys, 64 keys at a time; two or three blocks share an SM. Nothing is padded to 64 heads,
+One warpgroup, one block, serves one token, one tile of 16 heads and one share of the token's
+keys, 64 keys at a time; two blocks share an SM. Nothing is padded to 64 heads,
 nothing is decoded twice:
 
 - S^T = K Q^T. Records go from global memory to registers, one tile ahead; a quad holds two keys.
@@ -27,15 +27,12 @@ Measured on an H200, 2026-12-02, window 128, microseconds with the best of the t
 FlashMLA's FP8 kernel with 64 heads in the same run:
 
     H  top-k  batch 1      16           64           128          256
-    8   512   11.7 1.17x   14.4 1.25x   23.8 1.87x   36.1 1.29x   56.3 1.58x
-    16  512   12.3 1.10x   14.2 1.28x   22.0 2.02x   30.6 1.52x   43.1 2.07x
-    8   1024  12.9 1.19x   18.3 1.24x   32.4 1.88x   52.4 1.43x   92.7 1.55x
-    16  1024  13.5 1.13x   17.5 1.31x   29.8 2.04x   43.8 1.71x   68.8 2.08x
-    32  512   17.1 0.80x                38.0 1.17x                78.5 1.14x
+    16  512   10.9 1.24x   12.7 1.45x   21.6 2.10x   29.0 1.66x   41.9 2.19x
+    16  1024  11.9 1.29x   17.0 1.35x   28.2 2.24x   42.4 1.82x   68.1 2.16x
 
 From 10 to 18 tiles at batch 256, two blocks on an SM take 1.6 us for each further 64 keys at 16
 heads, 2820 cycles at 1.755 GHz and twice the bound; 11 us of a call do not depend on the keys. A
-block alone on its SM takes 2.15 us (3770 cycles; 8 heads 4920), so two blocks overlap by a third
+block alone on its SM takes 2.15 us (3770 cycles), so two blocks overlap by a third
 only: something that they share is taken up, and it is not known what. Left out one at a time, 16
 heads, 264 tokens, top-k 1024, of 69.3 us: decoding 53.0, products with V 61.3, proxy fences 64.4,
 softmax 69.3. Changed: loads after the softmax 68.8; decoding by way of e4m3 in f16, 15 instructions
@@ -65,9 +62,9 @@ from sglang_dsv4.kernels.attention.operands import (
 from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
 
 THREADS = 128
-HEAD_TILES = (8, 16, 32)
+HEAD_TILES = (16,)
 # Blocks that share an SM, by head tile: what shared memory and registers allow.
-BLOCKS_PER_SM = {8: 3, 16: 2, 32: 2}
+BLOCKS_PER_SM = {16: 2}
 ATOMS = 8
 ATOM_BYTES = TILE * 128
 KEYS_BYTES = ATOMS * ATOM_BYTES

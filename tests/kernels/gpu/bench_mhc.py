@@ -1,19 +1,23 @@
-"""hc_pre, hc_post, hc_head and indexer_query against a copy of as many bytes, and their rivals.
+"""hc_pre, hc_post, hc_post_pre, hc_head and indexer_query beside a copy of as many bytes.
 
     python bench_mhc.py --out DIR [--quick]
 
 Timing as in `timing`: graphs of several calls on different inputs that together exceed L2, L2
 overwritten before each replay. Every call has its own fn, as every layer has. Bytes of hc_pre: the
-streams once, the input, and fn once. Rivals: stock SGLang's kernels where sglang can be imported,
-the reference in torch, and the reference under torch.compile.
+streams once, the input, and fn once; of hc_post_pre: old streams, output, new streams, input, fn.
+"pre+norm" and "post_pre" include the RMSNorm that follows. Rivals: stock SGLang's kernels where
+sglang can be imported (they compile on first use), the reference in torch, and that under
+torch.compile. A rival that fails is shown as "-", and the reason below the table.
 """
 
 import argparse
+import contextlib
 import functools
 import importlib.util
 import json
 import math
 import sys
+import types
 from pathlib import Path
 
 import torch
@@ -25,7 +29,7 @@ import mhc_cases as cases
 from timing import graph_time, memory_rate
 
 from sglang_dsv4.kernels.indexer.query import indexer_query
-from sglang_dsv4.kernels.mhc.mhc import hc_head, hc_post, hc_pre
+from sglang_dsv4.kernels.mhc.mhc import hc_head, hc_post, hc_post_pre, hc_pre
 from sglang_dsv4.kernels.reference import indexer_query as query_reference
 from sglang_dsv4.kernels.reference import mhc as reference
 from sglang_dsv4.kernels.reference.rope import build_rope_table
@@ -48,18 +52,39 @@ def copy_time(total_bytes):
     return graph_time([lambda p=p: p[1].copy_(p[0]) for p in pairs])
 
 
-def stock_pre(streams, fn, base, scale, iters, hc_eps, rms_eps):
-    """Stock SGLang's hc_pre as its model calls it."""
-    from sglang.kernels.ops.layernorm.mhc import mhc_pre
+@functools.cache
+def stock_module():
+    """Stock SGLang's mHC, whose allocations ask a server's process groups that are not here."""
+    from sglang.kernels.ops.layernorm import mhc
 
-    return mhc_pre(streams, fn, scale, base, rms_eps, hc_eps, hc_eps, 2.0, iters)
+    mhc.use_symmetric_memory = lambda *args, **kwargs: contextlib.nullcontext()
+    mhc.get_parallel = lambda: types.SimpleNamespace(tp_group=None)
+    mhc.is_allocation_symmetric = lambda: True
+    mhc.is_dsa_prefill_cp_interleave = lambda: False
+    return mhc
+
+
+def norm_arguments(norm):
+    """Stock's keywords of the norm weight in a tuple that may be empty."""
+    return {"norm_weight": norm[0], "norm_eps": cases.EPS} if norm else {}
+
+
+def stock_pre(streams, fn, base, scale, iters, hc_eps, rms_eps, *norm):
+    """Stock SGLang's hc_pre as its model calls it."""
+    args = (streams, fn, scale, base, rms_eps, hc_eps, hc_eps, 2.0, iters)
+    return stock_module().mhc_pre(*args, **norm_arguments(norm))
 
 
 def stock_post(output, streams, post, comb):
     """Stock SGLang's hc_post."""
-    from sglang.kernels.ops.layernorm.mhc import mhc_post
+    return stock_module().mhc_post(output, streams, post.unsqueeze(-1), comb)
 
-    return mhc_post(output, streams, post.unsqueeze(-1), comb)
+
+def stock_post_pre(output, streams, post, comb, fn, base, scale, iters, hc_eps, rms_eps, *norm):
+    """Stock SGLang's hc_post with the next hc_pre."""
+    args = (output, streams, post.unsqueeze(-1), comb, fn, scale, base)
+    args = (*args, rms_eps, hc_eps, hc_eps, 2.0, iters)
+    return stock_module().mhc_fused_post_pre(*args, **norm_arguments(norm))
 
 
 def stock_head(streams, fn, base, scale, hc_eps, rms_eps):
@@ -69,15 +94,16 @@ def stock_head(streams, fn, base, scale, hc_eps, rms_eps):
     return fused_hc_head(streams, fn, scale, base, rms_eps, hc_eps)
 
 
-def mix_inputs(tokens, hidden, rows):
-    """(argument lists, bytes) of hc_pre or hc_head."""
+def mix_inputs(tokens, hidden, rows, norm=False):
+    """(argument lists, bytes) of hc_pre or hc_head; norm: with a norm weight."""
     total = tokens * hidden * 10 + rows * hidden * 16 + tokens * (rows - 4) * 4
     arguments = []
     for _ in range(copies_for(total)):
         p = cases.parameters(hidden, rows, "cuda")
         streams = torch.randn(tokens, 4, hidden, device="cuda").bfloat16()
         iters = [cases.ITERS] if rows == 24 else []
-        arguments.append([streams, p.fn, p.base, p.scale, *iters, cases.EPS, cases.EPS])
+        weight = [torch.rand(hidden, device="cuda").bfloat16()] if norm else []
+        arguments.append([streams, p.fn, p.base, p.scale, *iters, cases.EPS, cases.EPS, *weight])
     return arguments, total
 
 
@@ -91,6 +117,16 @@ def post_inputs(tokens, hidden):
         post, comb = torch.rand(tokens, 4, device="cuda"), torch.rand(tokens, 4, 4, device="cuda")
         arguments.append([output, streams, post, comb])
     return arguments, total
+
+
+def both_inputs(tokens, hidden):
+    """(argument lists, bytes) of hc_post_pre with the norm."""
+    posts, total = post_inputs(tokens, hidden)
+    total += tokens * (hidden * 2 + 80) + 24 * hidden * 16
+    mixes, _ = mix_inputs(1, hidden, 24, norm=True)
+    return [
+        [*post, *mixes[i % len(mixes)][1:]] for i, post in enumerate(posts[: copies_for(total)])
+    ], total
 
 
 def query_inputs(tokens, heads):
@@ -107,11 +143,15 @@ def query_inputs(tokens, heads):
 def all_cases(quick):
     """Name, tokens, width, builder of inputs, operation, its reference, stock's or None."""
     for hidden in (4096, 7168):
-        for tokens in (16, 4096) if quick else (1, 16, 64, 256, 1024, 4096):
+        for tokens in (1, 16, 64, 4096) if quick else (1, 4, 16, 64, 128, 256, 512, 1024, 4096):
             pre = functools.partial(mix_inputs, tokens, hidden, 24)
             yield "hc_pre", tokens, hidden, pre, hc_pre, reference.hc_pre, stock_pre
+            normed = functools.partial(mix_inputs, tokens, hidden, 24, True)
+            yield "pre+norm", tokens, hidden, normed, hc_pre, reference.hc_pre, stock_pre
             post = functools.partial(post_inputs, tokens, hidden)
             yield "hc_post", tokens, hidden, post, hc_post, reference.hc_post, stock_post
+            both, plain = functools.partial(both_inputs, tokens, hidden), reference.hc_post_pre
+            yield "post_pre", tokens, hidden, both, hc_post_pre, plain, stock_post_pre
         for tokens in (16,) if quick else (1, 16, 256):
             head = functools.partial(mix_inputs, tokens, hidden, 4)
             yield "hc_head", tokens, hidden, head, hc_head, reference.hc_head, stock_head
@@ -126,6 +166,15 @@ def time_of(operation, arguments):
     return graph_time([functools.partial(operation, *args) for args in arguments])
 
 
+def rival_time(operation, arguments, failures):
+    """As `time_of`, or None with the reason added to failures."""
+    try:
+        return time_of(operation, arguments)
+    except Exception as error:
+        failures.add(f"{operation.__name__}: {type(error).__name__}: {str(error)[:300]}")
+        return None
+
+
 def main():
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--out", type=Path, required=True)
@@ -137,7 +186,7 @@ def main():
     has_stock = importlib.util.find_spec("sglang") is not None
     print(f"{name}: {roof:.2f} TB/s over 1 GiB; stock SGLang {'found' if has_stock else 'absent'}")
     print("op            tokens width      MB      us copy us % copy  eager compiled  stock (us)")
-    rows = []
+    rows, failures = [], set()
     for operation, tokens, width, build, ours, plain, stock in all_cases(options.quick):
         arguments, total = build()
         row = {"op": operation, "tokens": tokens, "width": width, "bytes": total}
@@ -145,7 +194,7 @@ def main():
         few = arguments[: max(4, len(arguments) // 8)]
         row["eager_us"] = time_of(plain, few)
         row["compiled_us"] = time_of(torch.compile(plain), few) if options.compile else None
-        row["stock_us"] = time_of(stock, arguments) if has_stock and stock else None
+        row["stock_us"] = rival_time(stock, arguments, failures) if has_stock and stock else None
         rows.append(row)
         others = [row["eager_us"], row["compiled_us"], row["stock_us"]]
         shown = " ".join("      -" if t is None else f"{t:>7.1f}" for t in others)
@@ -156,7 +205,8 @@ def main():
             flush=True,
         )
         del arguments
-    report = {"device": name, "copy_tb_s": roof, "rows": rows}
+    print("\n".join(sorted(failures)))
+    report = {"device": name, "copy_tb_s": roof, "rows": rows, "failures": sorted(failures)}
     (options.out / "bench_mhc.json").write_text(json.dumps(report, indent=1))
     return 0
 

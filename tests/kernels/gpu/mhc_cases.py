@@ -3,10 +3,11 @@
 Every check takes the operations under test and a device, so that the checks are themselves tested
 on a CPU with the reference. Bounds, for values v of float64 and f of the operation:
 
-Products. A chain of n additions in float32 (n below 100 for each warp, then 16 of warps and blocks)
-errs by 2^-22 of the partial sum each, if the tensor core truncates; partial sums of products of
-random signs stay below 3 sqrt(sum (x w)^2) =: 3 s. So |dz| <= 116 * 3 * 2^-22 r s < 2^-13 r s, with
-r the RMS factor, if all errors had one sign; they do not, and 2^-15 r s is used. fn rounded to TF32
+Products. A chain of n additions in float32 (n of 32 for each chunk of columns, 4 of a group, 4 of
+groups and up to 16 of those) errs by 2^-22 of the partial sum each, if the tensor core truncates;
+partial sums of products of random signs stay below 3 sqrt(sum (x w)^2) =: 3 s. So
+|dz| <= 56 * 3 * 2^-22 r s < 2^-14 r s, with r the RMS factor, if all errors had one sign; they do
+not, and 2^-15 r s is used. fn rounded to TF32
 would give 2^-12 r s, rounded to bf16 2^-9 r s: both fail.
 
 Weights. Sigmoid has slope 1/4 at most, and its own error is 2^-21. A change of comb's logits by e
@@ -148,6 +149,37 @@ def check_post(hc_post, output, streams):
     # Four additions and five products in float32, then one rounding.
     bound = value.abs() * HALF_ULP * 1.01 + size * 2.0**-21 + 2.0**-133
     return [assert_within("streams", out, value, bound)]
+
+
+def check_norm(hc_pre, streams, p, weight):
+    """With a norm weight hc_pre gives the RMSNorm of what it gives without, and the same gates."""
+    args = (p.fn, p.base, p.scale, ITERS, EPS, EPS)
+    plain, normed = hc_pre(streams, *args), hc_pre(streams, *args, weight)
+    for left, right in zip(plain[1:], normed[1:], strict=True):
+        assert torch.equal(left, right), "the norm changes post or comb"
+    wide = plain[0].double()
+    value = wide * torch.rsqrt(wide.square().mean(-1, keepdim=True) + EPS) * weight.double()
+    # One rounding to bf16; the sum of squares and three products in float32 err by below 2^-18.
+    bound = value.abs() * (HALF_ULP + 2.0**-16) + 2.0**-133
+    return [assert_within("norm", normed[0], value, bound)]
+
+
+def check_post_pre(operations, output, streams, p, weight):
+    """hc_post_pre has the bits of hc_post, then hc_pre. operations: (hc_post, hc_pre, hc_post_pre).
+
+    Returns the new streams.
+    """
+    hc_post, hc_pre, hc_post_pre = operations
+    tokens, device = len(streams), streams.device
+    post = torch.rand(tokens, 4, device=device) * 2
+    comb = torch.softmax(torch.randn(tokens, 4, 4, device=device) * 2, -1)
+    args = (p.fn, p.base, p.scale, ITERS, EPS, EPS, weight)
+    new = hc_post(output, streams, post, comb)
+    found = hc_post_pre(output, streams, post, comb, *args)
+    names = ("streams", "input", "post", "comb")
+    for name, left, right in zip(names, (new, *hc_pre(new, *args)), found, strict=True):
+        assert torch.equal(left, right), f"{name} differs from the two operations'"
+    return new
 
 
 def check_rows_alone(hc_pre, streams, p):

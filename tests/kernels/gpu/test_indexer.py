@@ -27,12 +27,14 @@ def test_hostile(case):
 @pytest.mark.parametrize("wgmma", [False, True])
 @pytest.mark.parametrize("tokens", [1, 2, 4, 8])
 @pytest.mark.parametrize("heads", [8, 24, 64])
-def test_every_kernel_gives_the_same_bits(heads, tokens, wgmma, monkeypatch):
+def test_every_kernel_gives_the_same_bits(heads, tokens, wgmma):
     if wgmma and current_arch() != "sm_90a":
         pytest.skip("wgmma is sm_90's")
     rows = [0] * 11 + [1] * 5
-    visible = [*cases.spread(900, 11), *cases.spread(300, 5)]
-    inputs = cases.make_inputs([900, 300], visible, rows, heads, seed=heads)
+    # Long enough for a block to have several groups of pages whose products overlap.
+    long = [3900 - 300 * i for i in range(6)]
+    visible = [*long, *cases.spread(3900, 5), *cases.spread(300, 5)]
+    inputs = cases.make_inputs([3900, 300], visible, rows, heads, seed=heads)
     scores = torch.full((16, inputs.key_pages.shape[1] * 64), torch.nan, device="cuda")
     operands = (inputs.q, inputs.weights, inputs.pool, inputs.key_pages, inputs.row_of_token)
     compile_scores(current_arch(), ScoreShape(heads, tokens, 8, wgmma))(
@@ -57,6 +59,7 @@ def test_every_kernel_gives_the_same_bits(heads, tokens, wgmma, monkeypatch):
         (1024, 32768, 1),
         (256, 8192, 1),
         (1024, 8192, 2),
+        (1024, 16384, 2),
         (1024, 8192, 4),
         (1024, 32768, 8),
     ],
@@ -136,11 +139,23 @@ def test_refusals():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("lengths", "tokens"), [([8192] * 16, 16), ([3000], 64)])
+@pytest.mark.parametrize(
+    ("lengths", "tokens"), [([8192] * 16, 16), ([3000], 64), ([20000] * 2, 2), ([1500] * 140, 140)]
+)
 def test_thousand_repeats_are_bitwise_equal(lengths, tokens):
     visible = [lengths[0] - i for i in range(tokens)]
     rows = list(range(tokens)) if len(lengths) > 1 else [0] * tokens
     inputs = cases.make_inputs(lengths, visible, rows, 64, seed=2)
-    first = inputs.run(512)
+    q, weights, pool, _, key_pages, row_of_token, seen = inputs.arguments()
+
+    def score():
+        scores = torch.zeros(tokens, key_pages.shape[1] * 64, device="cuda")
+        indexer.indexer_scores(q, weights, pool, key_pages, row_of_token, seen, 512, scores)
+        mask = torch.arange(scores.shape[1], device="cuda") < seen[:, None]
+        return scores.masked_fill(~mask, 0.0).view(torch.int32)
+
+    first, first_scores = inputs.run(512), score()
+    assert first_scores.count_nonzero() > 0
     for _ in range(1000):
         assert torch.equal(inputs.run(512), first)
+        assert torch.equal(score(), first_scores)

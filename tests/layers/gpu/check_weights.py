@@ -1,17 +1,22 @@
 """Weight kernels on the GPU against the dequantised weights, and their time against bfloat16.
 
-    python check_weights.py [--model] [--shapes] [--speed] [--atomics]     (all when none is named)
+    python check_weights.py [PART ...] [--of flash pro]     (all parts when none is named)
 
---model: every NVFP4 module of the small model, loaded from its checkpoint, the router and the
-experts. --shapes: random weights in the shapes of V4-Flash and of its ranks, and shapes that need
-padding. --speed: microseconds from cold L2, one call in a CUDA graph, beside a bfloat16 product.
---atomics: see ``ablate_marlin``. No server is started. Exits with 1 where a cosine is too small.
+model: every NVFP4 module of the small model, loaded from its checkpoint, the router and the
+experts. linear, grouped (a packed o_a_proj), experts, plain (bfloat16 experts): random weights in
+the shapes of V4-Flash, V4-Pro and their ranks, and shapes that need padding. speed: microseconds
+from cold L2, one call in a CUDA graph, beside a bfloat16 product. atomics: see ``ablate_marlin``.
+A packed o_a_proj runs on Marlin with ``SGLANG_DSV4_NVFP4_WEIGHT_KERNEL=marlin`` only.
+No server is started. Exits with 1 where a cosine is too small. After an illegal access nothing else
+runs in the same process, so a first run takes one for each part.
 """
 
 import argparse
+import functools
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -29,6 +34,7 @@ from timing import graph_time
 # activations (W4A4) are off by a tenth: 1 - 0.1^2 / 2.
 BOUND = {"dequant": 0.9999, "marlin": 0.9999, "flashinfer": 0.99}
 TOKENS = (1, 5, 70)
+TIMED = (1, 16, 64, 512)
 PADDED = {"weights_proj, small": (8, 256), "odd in": (192, 96), "odd both": (40, 4176)}
 bounds: dict[str, float] = {"plain": BOUND["dequant"]}
 failures: list[str] = []
@@ -141,86 +147,125 @@ def check_router(gate: Any, x: torch.Tensor, ids: torch.Tensor, topk: Any) -> No
         failures.append(f"router: {same.float().mean():.3f} of tokens alike, error {error:.2e}")
 
 
-def check_shapes() -> None:
-    """Random weights in the shapes of V4-Flash, and shapes that need padding."""
-    from sglang_dsv4.kernels.reference.moe import moe_experts
+def check_linear(name: str) -> None:
+    """Random weights in the shapes of a published model's linear layers and of its ranks'."""
+    print(f"{name}, random weights, linear: worst cosine over T {TOKENS}")
+    for part, (out, width) in (cases.MODELS[name].linear | PADDED).items():
+        print(f"  {part:22s} [{out}, {width}] {linear_cosine(part, out, width):.6f}", flush=True)
 
-    print("V4-Flash shapes, random weights: worst cosine over T", TOKENS)
-    for name, (out, width) in (cases.FLASH | PADDED).items():
-        layer, weight = cases.random_linear(out, width)
-        found = []
-        for tokens in TOKENS:
-            x = cases.inputs(tokens, width)
-            found.append(judge(name, "linear", layer(x)[0], x.float() @ weight.T))
-        print(f"  {name:22s} [{out}, {width}] {min(found):.6f}")
-    for groups in (8, 1):
+
+def check_grouped(name: str) -> None:
+    """A packed o_a_proj, whole and one rank's of eight."""
+    model = cases.MODELS[name]
+    for groups in (model.groups, model.groups // 8):
         layer, weight = cases.random_grouped(groups, 1024, 4096)
         found = []
-        for tokens in (1, 5, 70, 300):
+        for tokens in (*TOKENS, 300):
             x = cases.inputs(tokens, groups * 4096).unflatten(1, (groups, 4096))
             wanted = torch.einsum("tgi,goi->tgo", x.float(), weight).flatten(1)
             found.append(judge("o_a_proj", "grouped", layer(x), wanted))
-        print(f"  o_a_proj grouped       {groups} x [1024, 4096] {min(found):.6f}")
-    for inner in (2048, 256, 96):
-        layer, (gate_up, down) = cases.random_experts(16, 4096, inner, nvfp4=True)
-        found = []
-        for tokens in (1, 5, 70, 300):
-            x, topk = cases.inputs(tokens, 4096), cases.random_topk(tokens, 16)
-            wanted = moe_experts(x.float(), gate_up, down, topk.topk_weights, topk.topk_ids, 10.0)
-            found.append(judge(f"experts {inner}", "experts", layer(x, topk), wanted))
-        print(f"  experts, 16 of inner {inner:5d}    {min(found):.6f}")
-    layer, _ = cases.random_experts(16, 4096, 256, nvfp4=False)
-    x, topk = cases.inputs(70, 4096), cases.random_topk(70, 16)
+        print(f"{name}, o_a_proj packed  {groups} x [1024, 4096] {min(found):.6f}", flush=True)
+
+
+def check_experts(name: str) -> None:
+    """Sixteen experts, whole, one rank's of eight, and a width that needs padding."""
+    model = cases.MODELS[name]
+    for inner in (model.inner, model.inner // 8, 96):
+        value = experts_cosine(model.hidden, inner)
+        print(f"{name}, 16 experts [{model.hidden}, {inner}] {value:.6f}", flush=True)
+
+
+def linear_cosine(name: str, out: int, width: int) -> float:
+    """Worst cosine of one linear layer over ``TOKENS``."""
+    layer, weight = cases.random_linear(out, width)
+    found = []
+    for tokens in TOKENS:
+        x = cases.inputs(tokens, width)
+        found.append(judge(name, "linear", layer(x)[0], x.float() @ weight.T))
+    return min(found)
+
+
+def experts_cosine(hidden: int, inner: int) -> float:
+    """Worst cosine of 16 experts over ``TOKENS`` and 300."""
+    from sglang_dsv4.kernels.reference.moe import moe_experts
+
+    layer, (gate_up, down) = cases.random_experts(16, hidden, inner, nvfp4=True)
+    found = []
+    for tokens in (*TOKENS, 300):
+        x, topk = cases.inputs(tokens, hidden), cases.random_topk(tokens, 16)
+        wanted = moe_experts(x.float(), gate_up, down, topk.topk_weights, topk.topk_ids, 10.0)
+        found.append(judge(f"experts {inner}", "experts", layer(x, topk), wanted))
+    return min(found)
+
+
+def check_plain(name: str) -> None:
+    """bfloat16 experts on SGLang's Triton kernels."""
+    from sglang_dsv4.kernels.reference.moe import moe_experts
+
+    hidden = cases.MODELS[name].hidden
+    layer, _ = cases.random_experts(16, hidden, 256, nvfp4=False)
+    x, topk = cases.inputs(70, hidden), cases.random_topk(70, 16)
     weights = layer.w13_weight.float(), layer.w2_weight.float()
     wanted = moe_experts(x.float(), *weights, topk.topk_weights, topk.topk_ids, 10.0)
-    print(f"  bf16 experts (Triton)  {judge('bf16 experts', 'plain', layer(x, topk), wanted):.6f}")
+    value = judge("bf16 experts", "plain", layer(x, topk), wanted)
+    print(f"{name}, 16 bf16 experts (Triton) {value:.6f}", flush=True)
 
 
-def check_speed() -> None:
-    """Microseconds of one call, W4A16 | bfloat16, at several T."""
-    tokens = (1, 16, 64, 512)
-    print("microseconds, 4-bit | bf16, T", tokens)
-    names = ("q_a_kv_proj", "q_b_proj", "o_b_proj", "kv_gate_proj csa", "shared.gate_up")
-    for name in names:
-        out, width = cases.FLASH[name]
+def check_speed(name: str) -> None:
+    """Microseconds of one call, 4 bits | bfloat16, at several T."""
+    model = cases.MODELS[name]
+    print(f"{name}: microseconds, 4 bits | bf16, T {TIMED}")
+    for part, (out, width) in model.linear.items():
         layer, weight = cases.random_linear(out, width)
-        weight = weight.bfloat16()
-        row = []
-        for count in tokens:
-            x = cases.inputs(count, width)
-            ours = graph_time([lambda x=x, layer=layer: layer(x)], 8)
-            rival = graph_time([lambda x=x, w=weight: torch.nn.functional.linear(x, w)], 8)
-            row.append(f"{ours:6.1f} | {rival:6.1f}")
-        print(f"  {name:18s} [{out}, {width}]  " + "   ".join(row))
+        plain = weight.bfloat16()
+        row = [
+            both(
+                functools.partial(layer, x), functools.partial(torch.nn.functional.linear, x, plain)
+            )
+            for x in (cases.inputs(count, width) for count in TIMED)
+        ]
+        print(f"  {part:20s} [{out}, {width}]".ljust(40) + "   ".join(row))
     from sglang_dsv4.layers.grouped_linear import grouped_matmul
 
-    layer, weight = cases.random_grouped(8, 1024, 4096)
-    weight, row = weight.bfloat16().flatten(0, 1), []
-    for count in tokens:
-        x = cases.inputs(count, 8 * 4096).unflatten(1, (8, 4096))
-        ours = graph_time([lambda x=x, layer=layer: layer(x)], 8)
-        rival = graph_time([lambda x=x, w=weight: grouped_matmul(x, w)], 8)
-        row.append(f"{ours:6.1f} | {rival:6.1f}")
-    print("  o_a_proj           8 x [1024, 4096]  " + "   ".join(row))
-    layer, _ = cases.random_experts(256, 4096, 2048, nvfp4=True)
-    plain, _ = cases.random_experts(256, 4096, 2048, nvfp4=False)
+    groups = model.groups
+    layer, weight = cases.random_grouped(groups, 1024, 4096)
+    plain, row = weight.bfloat16().flatten(0, 1), []
+    for count in TIMED:
+        x = cases.inputs(count, groups * 4096).unflatten(1, (groups, 4096))
+        row.append(both(functools.partial(layer, x), functools.partial(grouped_matmul, x, plain)))
+    print(f"  o_a_proj             {groups} x [1024, 4096]".ljust(40) + "   ".join(row))
+    inner = model.inner // model.expert_ranks
+    packed, _ = cases.random_experts(model.experts, model.hidden, inner, nvfp4=True)
+    wide, _ = cases.random_experts(model.experts, model.hidden, inner, nvfp4=False)
     row = []
-    for count in tokens:
-        x, topk = cases.inputs(count, 4096), cases.random_topk(count, 256)
-        ours = graph_time([lambda x=x, t=topk, layer=layer: layer(x, t)], 8)
-        rival = graph_time([lambda x=x, t=topk, layer=plain: layer(x, t)], 8)
-        row.append(f"{ours:6.1f} | {rival:6.1f}")
-    print("  experts 256, top-6, 4096 x 2048      " + "   ".join(row))
+    for count in TIMED:
+        x, topk = cases.inputs(count, model.hidden), cases.random_topk(count, model.experts)
+        row.append(both(functools.partial(packed, x, topk), functools.partial(wide, x, topk)))
+    print(f"  experts {model.experts} of inner {inner}, top-6".ljust(40) + "   ".join(row))
+
+
+def both(ours: Callable, rival: Callable) -> str:
+    """The two times side by side."""
+    return f"{graph_time([ours], 8):6.1f} | {graph_time([rival], 8):6.1f}"
+
+
+PARTS: dict[str, Callable[[str], None]] = {
+    "linear": check_linear,
+    "grouped": check_grouped,
+    "experts": check_experts,
+    "plain": check_plain,
+    "speed": check_speed,
+}
+ALL = ("model", *PARTS, "atomics")
 
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
-    parts = ("model", "shapes", "speed", "atomics")
-    for part in parts:
-        parser.add_argument(f"--{part}", action="store_true")
+    parser.add_argument("parts", nargs="*", metavar="PART", help=", ".join(ALL))
+    parser.add_argument("--of", choices=cases.MODELS, nargs="+", default=list(cases.MODELS))
     parser.add_argument("--device", default="cuda", help="cpu tries the script itself")
     options = parser.parse_args()
-    every = not any(getattr(options, part) for part in parts)
+    parts = options.parts or ALL
     torch.manual_seed(0)
     os.environ.setdefault("SGLANG_DSV4_NVFP4_REFERENCE_ON_GPU", "1")
     os.environ.setdefault("HF_HUB_OFFLINE", "1")
@@ -232,16 +277,13 @@ def main() -> int:
     for part in ("linear", "experts", "grouped"):
         bounds[part] = BOUND[getattr(kernels, part).value]
     bounds["shared"] = bounds["linear"] ** 2
+    calls = [functools.partial(PARTS[p], name) for p in PARTS if p in parts for name in options.of]
+    calls += [functools.partial(check_model, config)] if "model" in parts else []
+    calls += [ablate_marlin.run] if "atomics" in parts else []
     with torch.no_grad():
-        for wanted, part in (
-            (options.model or every, lambda: check_model(config)),
-            (options.shapes or every, check_shapes),
-            (options.speed or every, check_speed),
-            (options.atomics or every, ablate_marlin.run),
-        ):
+        for call in calls:
             try:
-                if wanted:
-                    part()
+                call()
             except Exception:
                 traceback.print_exc()
                 failures.append("a part stopped with an exception")

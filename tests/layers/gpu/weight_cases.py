@@ -2,7 +2,7 @@
 
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
@@ -22,6 +22,42 @@ FLASH = {
     "shared.gate_up": (4096, 4096),
     "shared.down": (4096, 2048),
     "shared.down/8": (4096, 256),
+}
+PRO = {
+    "q_a_kv_proj": (2048, 7168),
+    "q_b_proj": (65536, 1536),
+    "q_b_proj/8": (8192, 1536),
+    "o_b_proj": (7168, 16384),
+    "o_b_proj/8": (7168, 2048),
+    "kv_gate_proj csa": (2048, 7168),
+    "kv_gate_proj hca": (1024, 7168),
+    "indexer.kv_gate_proj": (512, 7168),
+    "indexer.q_b_proj": (8192, 1536),
+    "weights_proj": (64, 7168),
+    "shared.gate_up": (6144, 7168),
+    "shared.down": (7168, 3072),
+    "shared.down/8": (7168, 384),
+}
+
+
+class Published(NamedTuple):
+    """Shapes of a published model: (out, in) of its linear layers, "/8" those of a rank of eight.
+
+    ``groups`` of o_a_proj, each [1024, 4096]; ``hidden``, ``inner`` and ``experts`` of the MoE;
+    ``expert_ranks`` that share the experts whose time is taken, so that bfloat16 ones fit too.
+    """
+
+    linear: dict[str, tuple[int, int]]
+    groups: int
+    hidden: int
+    inner: int
+    experts: int
+    expert_ranks: int
+
+
+MODELS = {
+    "flash": Published(FLASH, 8, 4096, 2048, 256, 1),
+    "pro": Published(PRO, 16, 7168, 3072, 384, 8),
 }
 
 
