@@ -145,27 +145,29 @@ def _compress(
     for tokens in TOKENS:
         series = buffers.bf16(tokens, 2 * overlap * width)
         kv, gate = series.chunk(2, dim=-1)
-        plan = CompressPlan(
-            ratio=ratio,
-            source=buffers.i64(tokens, 8 if ratio == 4 else 128, value=-1),
-            positions=buffers.i64(tokens),
-            slots=buffers.i64(tokens, value=-1),
-            write_rows=torch.arange(tokens, device=buffers.device),
-            write_locs=buffers.i64(tokens, value=-1),
-        )
-        ops.compress_store(
-            kv,
-            gate,
-            bias,
-            buffers.i64(tokens),
-            state,
-            plan,
-            weight,
-            EPS,
-            buffers.table,
-            buffers.pool(layout),
-            layout,
-        )
+        for disjoint in (False, True):
+            plan = CompressPlan(
+                ratio=ratio,
+                source=buffers.i64(tokens, 8 if ratio == 4 else 128, value=-1),
+                positions=buffers.i64(tokens),
+                slots=buffers.i64(tokens, value=-1),
+                write_rows=torch.arange(tokens, device=buffers.device),
+                write_locs=buffers.i64(tokens, value=-1),
+                disjoint=disjoint,
+            )
+            ops.compress_store(
+                kv,
+                gate,
+                bias,
+                buffers.i64(tokens),
+                state,
+                plan,
+                weight,
+                EPS,
+                buffers.table,
+                buffers.pool(layout),
+                layout,
+            )
 
 
 def _index(ops: Operations, shapes: ServedShapes, layout: IndexerLayout, buffers: _Buffers) -> None:

@@ -12,7 +12,7 @@ PREFIX = "SGLANG_DSV4_NVFP4_"
 
 T = TypeVar("T")
 
-WEIGHT_KERNELS = ("marlin", "flashinfer", "dequant")
+WEIGHT_KERNELS = ("marlin", "triton", "flashinfer", "dequant")
 """Ways to hold NVFP4 weights on a GPU (``layers.weight_kernels``)."""
 ATTENTION_KERNELS = ("portable", "wide", "narrow")
 """Kernels of sparse attention on a GPU (``kernels.attention.plan``)."""
@@ -93,8 +93,8 @@ WEIGHT_KERNEL = EnvVar(
     PREFIX + "WEIGHT_KERNEL",
     _one_of(WEIGHT_KERNELS),
     "",
-    "How NVFP4 weights run on a GPU: marlin, flashinfer, or dequant (bfloat16 from load on, four "
-    "times the memory); the GPU's architecture decides when unset.",
+    "How NVFP4 weights run on a GPU: marlin, triton (linear layers on Hopper), flashinfer, or "
+    "dequant (bfloat16 from load on, four times the memory); the architecture decides when unset.",
 )
 ATTENTION_KERNEL = EnvVar(
     PREFIX + "ATTENTION_KERNEL",

@@ -74,7 +74,7 @@ def cpu_options(model_path: str, tp_size: int) -> list[str]:
     The fraction is of the memory that is free now, and covers the weights and the pools.
     """
     free = preflight.free_bytes("cpu")
-    static = preflight.weight_bytes(model_path, "cpu", tp_size) + preflight.CPU_POOL_BYTES
+    static = preflight.cpu_weight_bytes(model_path, tp_size) + preflight.CPU_POOL_BYTES
     return [
         *("--device", "cpu"),
         *("--mem-fraction-static", f"{min(static / free, 0.9):.3f}"),

@@ -17,6 +17,7 @@ from sglang_dsv4.cache.capacity import Capacity
 from sglang_dsv4.cache.kv_layout import KVFormat
 from sglang_dsv4.config import LayerKind, ModelDims
 from sglang_dsv4.errors import UnsupportedError
+from sglang_dsv4.layers.weight_kernels import EXPERTS_SCRATCH, WeightKernel, WeightKernels
 from sglang_dsv4.model_source import ModelSource
 
 GIB = 1 << 30
@@ -126,14 +127,30 @@ class Plan:
         )
 
 
-def weight_bytes(source: ModelSource, tp: int) -> tuple[int, int]:
-    """Bytes of all tensors that are loaded, and of one rank's part, as stored in the checkpoint."""
+def weight_bytes(
+    source: ModelSource, tp: int, kernels: WeightKernels | None = None
+) -> tuple[int, int]:
+    """Bytes of all tensors that are loaded, and of one rank's part.
+
+    As ``kernels`` hold them: a dequantised matrix in bfloat16 and without scales. As stored in the
+    checkpoint when None.
+    """
+    tensors = source.checkpoint.tensors
+    packed = {
+        name.removesuffix(".weight")
+        for name, info in tensors.items()
+        if info.dtype == "U8" and name.endswith(".weight")
+    }
     whole = split = 0
-    for name, info in source.checkpoint.tensors.items():
+    for name, info in tensors.items():
+        module, size = name.rpartition(".")[0], info.nbytes
+        if kernels and module in packed and kernels.of(module) is WeightKernel.DEQUANT:
+            # A byte holds two values.
+            size = 2 * BF16 * size if name.endswith(".weight") else 0
         if _SPLIT.search(name) and len(info.shape) > 1:
-            split += info.nbytes
+            split += size
         else:
-            whole += info.nbytes
+            whole += size
     return whole + split, whole + -(-split // tp)
 
 
@@ -180,7 +197,9 @@ def divisors(dims: ModelDims) -> list[int]:
     return [1, *(n for n in range(2, 65) if all(count % n == 0 for count in counts))]
 
 
-def plan(source: ModelSource, kv_format: KVFormat, options: Options, gpu: int) -> Plan:
+def plan(
+    source: ModelSource, kv_format: KVFormat, options: Options, gpu: int, kernels: WeightKernels
+) -> Plan:
     """The memory of one rank.
 
     The pools must hold what was asked for: ``max_total_tokens``, else one request of
@@ -188,6 +207,7 @@ def plan(source: ModelSource, kv_format: KVFormat, options: Options, gpu: int) -
 
     Args:
         gpu: bytes of the GPU.
+        kernels: the GPU's, which decide how the weights are held.
     """
     dims, tp = source.dims, options.tp_size
     fraction = STATIC_FRACTION if options.fraction is None else options.fraction
@@ -198,7 +218,7 @@ def plan(source: ModelSource, kv_format: KVFormat, options: Options, gpu: int) -
     per_token = capacity.per_token().total
     wanted = options.max_total_tokens or options.context_length or chunk
     static = {
-        "weights": weight_bytes(source, tp)[1],
+        "weights": weight_bytes(source, tp, kernels)[1],
         "rotary tables": rotary_bytes(dims, context),
         f"states of {requests} requests": capacity.request_bytes(requests),
     }
@@ -226,26 +246,30 @@ def activation_bytes(dims: ModelDims, tokens: int, context: int, tp: int) -> int
 
     Four residual streams in and out, three hidden states; beside them either attention (query
     before and after RoPE, output before and after it, the slots of every HCA entry as int64 and
-    int32) or the experts (routed inputs, gate and up, their product).
+    int32) or the experts (routed inputs, gate and up, their product, a part widened).
     """
     heads = dims.num_attention_heads // tp
     entries = -(-context // LayerKind.HCA.ratio)
     attention = tokens * (4 * heads * dims.head_dim * BF16 + entries * (8 + 4))
     inner = 3 * dims.moe_intermediate_size // tp
     experts = tokens * dims.num_experts_per_tok * (dims.hidden_size + inner) * BF16
+    widened = dims.n_routed_experts * dims.hidden_size * inner * BF16
+    experts += min(EXPERTS_SCRATCH, widened)
     hidden = tokens * dims.hidden_size * BF16
     return 2 * dims.hc_mult * hidden + 3 * hidden + max(attention, experts)
 
 
-def remedy(source: ModelSource, kv_format: KVFormat, options: Options, gpu: int) -> str:
+def remedy(
+    source: ModelSource, kv_format: KVFormat, options: Options, gpu: int, kernels: WeightKernels
+) -> str:
     """What to change so that it fits: the share, the fewest ranks that hold it, smaller limits."""
-    found = plan(source, kv_format, options, gpu)
+    found = plan(source, kv_format, options, gpu, kernels)
     least = math.ceil(sum(found.static.values()) / gpu * 1000) / 1000
     most = math.floor((1 - sum(found.dynamic.values()) / gpu) * 1000) / 1000
     if least <= most:
         return f"pass --mem-fraction-static {min(max(STATIC_FRACTION, least), most):g}"
     for tp in divisors(source.dims):
-        more = plan(source, kv_format, replace(options, tp_size=tp), gpu)
+        more = plan(source, kv_format, replace(options, tp_size=tp), gpu, kernels)
         if tp > options.tp_size and not more.fault():
             return f"use --tp-size {tp}"
     return (

@@ -94,19 +94,13 @@ def gpu_bytes() -> int:
     return torch.cuda.mem_get_info()[1]
 
 
-def weight_bytes(model_path: str, device: str, tp_size: int) -> int:
-    """Bytes of one rank's weights once loaded; a CPU holds 4-bit weights as bfloat16."""
+def cpu_weight_bytes(model_path: str, tp_size: int) -> int:
+    """Bytes of one rank's weights once loaded on a CPU."""
     from sglang_dsv4 import memory_plan
+    from sglang_dsv4.layers.weight_kernels import weight_kernels
     from sglang_dsv4.model_source import open_source
 
-    source = open_source(model_path)
-    if device != "cpu":
-        return memory_plan.weight_bytes(source, tp_size)[1]
-    total = 0
-    for name, info in source.checkpoint.tensors.items():
-        packed = info.dtype == "U8" and name.endswith(".weight")
-        total += info.nbytes * (4 if packed else 1)
-    return -(-total // tp_size)
+    return memory_plan.weight_bytes(open_source(model_path), tp_size, weight_kernels(None))[1]
 
 
 def _python() -> Check:
@@ -234,7 +228,7 @@ def _ranks(model_path: str, options: "Options") -> Check:
 
 
 def _cpu_memory(model_path: str, tp_size: int) -> Check:
-    weights = weight_bytes(model_path, "cpu", tp_size)
+    weights = cpu_weight_bytes(model_path, tp_size)
     free, needed = free_bytes("cpu"), weights + CPU_POOL_BYTES + CPU_PROCESS_BYTES
     found = f"{free / GIB:.1f} GiB free"
     wanted = f"{needed / GIB:.1f} GiB: weights {weights / GIB:.2f} and what a server needs beside"
@@ -248,16 +242,20 @@ def _cpu_memory(model_path: str, tp_size: int) -> Check:
 
 
 def _gpu_memory(model_path: str, kv_cache_dtype: str, options: "Options") -> Check:
+    import torch
+
     from sglang_dsv4 import memory_plan
     from sglang_dsv4.cache.kv_layout import KVFormat
+    from sglang_dsv4.layers.weight_kernels import weight_kernels_of
     from sglang_dsv4.model_source import open_source
 
     source, kv_format = open_source(model_path), KVFormat.from_option(kv_cache_dtype)
     gpu, free = gpu_bytes(), free_bytes("cuda")
-    plan = memory_plan.plan(source, kv_format, options, gpu)
+    wanted = (source, kv_format, options, gpu, weight_kernels_of(torch.device("cuda")))
+    plan = memory_plan.plan(*wanted)
     fault = plan.fault()
     if fault:
-        fault += f": {memory_plan.remedy(source, kv_format, options, gpu)}."
+        fault += f": {memory_plan.remedy(*wanted)}."
     elif free < plan.needed:
         fault = (
             f"The GPU has {free / GIB:.1f} GiB free of {gpu / GIB:.1f}, wanted "

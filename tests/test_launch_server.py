@@ -78,7 +78,7 @@ def test_the_users_environment_wins(monkeypatch):
 def test_a_cpu_host_gives_the_weights_and_two_gibibytes(monkeypatch, free, fraction):
     """(1 + 2) / 12 of what is free; never above 0.9."""
     monkeypatch.setattr(preflight, "free_bytes", lambda device: free * preflight.GIB)
-    monkeypatch.setattr(preflight, "weight_bytes", lambda path, device, tp: preflight.GIB)
+    monkeypatch.setattr(preflight, "cpu_weight_bytes", lambda path, tp: preflight.GIB)
     options = launch_server.cpu_options("anything", 1)
     assert float(options[options.index("--mem-fraction-static") + 1]) == fraction
     assert options[options.index("--device") + 1] == "cpu"

@@ -1,14 +1,18 @@
 """What a rank needs of its GPU, for the published shapes and GPUs of stated sizes."""
 
 import argparse
+from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import pytest
 
+from sglang_dsv4 import memory_plan
 from sglang_dsv4.bench import header_only
 from sglang_dsv4.bench.published import FLASH, PRO
 from sglang_dsv4.cache.kv_layout import KVFormat
 from sglang_dsv4.errors import UnsupportedError
+from sglang_dsv4.layers.weight_kernels import EXPERTS_SCRATCH, weight_kernels
 from sglang_dsv4.memory_plan import (
     GIB,
     KERNEL_SCRATCH,
@@ -17,8 +21,6 @@ from sglang_dsv4.memory_plan import (
     activation_bytes,
     check_ranks,
     divisors,
-    plan,
-    remedy,
     weight_bytes,
 )
 from sglang_dsv4.model_source import ModelSource, open_source
@@ -32,6 +34,9 @@ SERVER = Options(
     graph_batch=256,
 )
 NVFP4 = KVFormat.NVFP4
+HOPPER = weight_kernels((9, 0))
+plan = partial(memory_plan.plan, kernels=HOPPER)
+remedy = partial(memory_plan.remedy, kernels=HOPPER)
 
 
 def with_options(**changes) -> Options:
@@ -82,12 +87,39 @@ def test_activations_are_those_of_the_larger_half_of_a_layer(flash: ModelSource,
     streams = 2 * 4 * hidden + 3 * hidden
     attention = tokens * (4 * 64 * 512 * 2 + 8192 * 12)
     assert activation_bytes(flash.dims, tokens, context, 1) == streams + attention
-    eighth = tokens * (4 * 8 * 512 * 2 + 8192 * 12)
-    assert activation_bytes(flash.dims, tokens, context, 8) == streams + eighth
-    # With a short context the lists vanish and the experts are larger: 6 x (4096 + 3 x 2048 / 8).
-    experts = tokens * 6 * (4096 + 768) * 2
+    # Of eight ranks' attention the lists are left, and the experts are larger: 6 x (4096 + 3 x 2048
+    # / 8) values a token, and their weights a part at a time.
+    experts = tokens * 6 * (4096 + 768) * 2 + EXPERTS_SCRATCH
+    assert activation_bytes(flash.dims, tokens, context, 8) == streams + experts
     assert activation_bytes(flash.dims, tokens, 128, 8) == streams + experts
     assert activation_bytes(pro.dims, tokens, context, 8) > streams
+
+
+def test_a_packed_o_a_proj_counts_as_the_bfloat16_that_it_becomes(flash: ModelSource):
+    """Headers of a packed one in V4-Flash: 43 layers of 8 x [1024, 4096], split over the ranks."""
+    values, layers = 8 * 1024 * 4096, 43
+    before = weight_bytes(flash, 2, HOPPER)
+    tensors = dict(flash.checkpoint.tensors)
+    for layer in range(layers):
+        module = f"model.layers.{layer}.self_attn.o_a_proj"
+        plain = tensors[f"{module}.weight"]
+        rows, columns = plain.shape
+        assert (rows * columns, plain.dtype) == (values, "BF16")
+        packed = {
+            "weight": ("U8", (rows, columns // 2)),
+            "weight_scale": ("F8_E4M3", (rows, columns // 16)),
+            "weight_scale_2": ("F32", ()),
+            "input_scale": ("F32", ()),
+        }
+        for name, (dtype, shape) in packed.items():
+            tensors[f"{module}.{name}"] = replace(plain, dtype=dtype, shape=shape)
+    source = replace(flash, checkpoint=replace(flash.checkpoint, tensors=tensors))
+    assert weight_bytes(source, 2, HOPPER) == before
+    assert plan(source, NVFP4, SERVER, H200).static["weights"] == before[0]
+    # As stored: half a byte a value, a scale for sixteen, and two numbers a matrix.
+    whole, rank = weight_bytes(source, 2)
+    assert before[0] - whole == layers * (values * 2 - values // 2 - values // 16 - 8)
+    assert before[1] - rank == layers * ((values * 2 - values // 2 - values // 16) // 2 - 8)
 
 
 def test_v4_flash_does_not_fit_one_h200_and_the_remedy_is_two(flash: ModelSource):

@@ -61,6 +61,7 @@ def test_a_step_is_what_its_launches_made_run():
         assert found.span_us == pytest.approx(40)
         assert found.syncs == ()
         assert found.waits == ("cudaEventSynchronize",)
+        assert found.avoidable == ()
 
 
 def test_rows_are_averages_over_the_steps():
@@ -89,8 +90,6 @@ def test_the_most_frequent_batch_or_the_asked_one():
         ("cuda_runtime", "cudaStreamSynchronize"),
         ("cuda_runtime", "cudaMemcpy"),
         ("cuda_driver", "cuCtxSynchronize"),
-        ("cpu_op", "aten::item"),
-        ("cpu_op", "aten::nonzero"),
     ],
 )
 def test_what_makes_the_host_wait_inside_the_forward_pass(cat, name, tmp_path, capsys):
@@ -106,10 +105,36 @@ def test_what_makes_the_host_wait_inside_the_forward_pass(cat, name, tmp_path, c
     assert f"inside the forward pass: {name} 0.5\n" in capsys.readouterr().out
 
 
+def test_a_wait_between_passes_is_the_schedulers_only_once_a_step(tmp_path, capsys):
+    """The second one is made by an operator of another's, on the scheduler's thread."""
+    path = tmp_path / "a.trace.json"
+    operator = event("cpu_op", "aten::item", 1138, 9)
+    inner = event("cpu_op", "aten::_local_scalar_dense", 1139, 7)
+    wait = event("cuda_runtime", "cudaStreamSynchronize", 1140, 5)
+    again = event("cuda_runtime", "cudaEventSynchronize", 1148, 5)
+    path.write_text(json.dumps({"traceEvents": [*trace(), operator, inner, wait, again]}))
+    first, second = decode_steps(read_trace(path))
+    item = "cudaStreamSynchronize (aten::item)"
+    assert first.waits == ("cudaEventSynchronize", item, "cudaEventSynchronize")
+    assert (first.avoidable, second.avoidable) == ((item, "cudaEventSynchronize"), ())
+    assert profile_step.main([str(path), "--no-sync"]) == 1
+    assert f"a step: {item} 0.5, cudaEventSynchronize 0.5\n" in capsys.readouterr().out
+    path.write_text(json.dumps({"traceEvents": trace()}))
+    assert profile_step.main([str(path), "--no-sync"]) == 0
+
+
+def test_a_copy_to_pageable_memory_waits_whatever_its_call_is_named():
+    call = event("cuda_runtime", "cudaMemcpyAsync", 1040, 5, correlation=77)
+    copy = "Memcpy DtoH (Device -> Pageable)"
+    extra = [call, event("gpu_memcpy", copy, 1060, 1, tid=0, correlation=77)]
+    assert decode_steps([*trace(), *extra])[0].syncs == ("cudaMemcpyAsync",)
+
+
 def test_names_of_what_does_not_wait():
+    """An operator's name alone is none: of a tensor on the CPU, an item is at hand."""
     calm = ("cudaMemcpyAsync", "cudaStreamWaitEvent", "cudaEventRecord", "cudaLaunchKernel")
     extra = [event("cuda_runtime", name, 1040, 1) for name in calm]
-    extra.append(event("cpu_op", "aten::copy_", 1040, 1))
+    extra += [event("cpu_op", name, 1040, 1) for name in ("aten::copy_", "aten::item")]
     assert decode_steps([*trace(), *extra])[0].syncs == ()
 
 

@@ -13,6 +13,7 @@ import pytest
 from sglang_dsv4 import inspect
 from sglang_dsv4.bench import header_only
 from sglang_dsv4.cache.kv_layout import KVFormat
+from sglang_dsv4.layers.weight_kernels import weight_kernels
 from sglang_dsv4.memory_plan import GIB, Options, check_ranks, plan
 from sglang_dsv4.model_source import open_source
 
@@ -75,7 +76,8 @@ def test_the_server_gets_options_that_fit_the_gpu(recipe, folders, stub):
     assert (asked.model_path, asked.port) == (str(folders[shapes]), 4000)
     options, source = Options.of(asked), open_source(str(folders[shapes]))
     check_ranks(source.dims, options)
-    found = plan(source, KVFormat.NVFP4, options, gib * GIB)
+    kernels = weight_kernels((9, 0) if recipe.endswith("h200") else (10, 0))
+    found = plan(source, KVFormat.NVFP4, options, gib * GIB, kernels)
     assert found.fault() == ""
     # The user's options come last, so they win.
     assert parser.parse_args([*line[2:], "--tp-size", "1"]).tp_size == 1

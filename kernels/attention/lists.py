@@ -54,16 +54,19 @@ class TokenLists:
         in_list = tile - choose(windowed, Int32(0), self.window_tiles)
         return in_list * TILE + key, choose(windowed, self.num_window, self.num_comp)
 
+    def slot_address(self, tile: Any, key: Any) -> Any:
+        """Where the list holds the slot of a key of a tile; that of its first slot past its end."""
+        place, count = self._place(tile, key)
+        row = choose(tile < self.window_tiles, *self.rows)
+        return row + Int64(choose(place < count, place, Int32(0))) * self.shape.slot_bytes
+
     def load_slot(self, tile: Any, key: Int32) -> Any:
         """What the list holds for a key of a tile, or the list's first slot past its end.
 
         Nothing is asked of the slot here: a comparison would wait for the load.
         """
-        size = self.shape.slot_bytes
-        place, count = self._place(tile, key)
-        row = choose(tile < self.window_tiles, *self.rows)
-        load = ptx.global_load_i64 if size == 8 else ptx.global_load_i32
-        return load(row + Int64(choose(place < count, place, Int32(0))) * size)
+        load = ptx.global_load_i64 if self.shape.slot_bytes == 8 else ptx.global_load_i32
+        return load(self.slot_address(tile, key))
 
     def locate(self, tile: Any, key: Int32, slot: Any) -> tuple[Any, Int32, Int32]:
         """(whether the key has a record, offsets in its pool of data and scales in 16 bytes).

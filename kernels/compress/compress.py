@@ -1,19 +1,19 @@
 """compress_store on a GPU: form and insert the windows that a batch closes, then write the state.
 
-Two launches on one stream, so that every state read comes before every state write; `windows` and
-`tail` hold the kernels. Nothing depends on values of the plan on the host, so both can be captured
-in a CUDA graph.
+Where no window reads a state row that the batch writes (`CompressPlan.disjoint`), one launch does
+both; else two on one stream, so that every state read comes before every state write. `windows`,
+`state` and `tail` hold the kernels. Nothing depends on values of the plan on the host, so they can
+be captured in a CUDA graph.
 """
 
 from typing import Any
 
 import torch
-from cutlass import Float32, Int32
+from cutlass import Float32
 from torch import Tensor
 
 from sglang_dsv4.cache.kv_layout import IndexerLayout, RecordLayout
 from sglang_dsv4.errors import UnsupportedError
-from sglang_dsv4.kernels.compress.candidates import LANE
 from sglang_dsv4.kernels.compress.operands import (
     FULL_RATIO,
     Operands,
@@ -21,14 +21,8 @@ from sglang_dsv4.kernels.compress.operands import (
     pool_align,
 )
 from sglang_dsv4.kernels.compress.tail import Tail
-from sglang_dsv4.kernels.compress.windows import (
-    FEW,
-    MANY,
-    THREADS,
-    FullWindows,
-    OverlapWindows,
-)
-from sglang_dsv4.kernels.hardware import current_arch, num_sms
+from sglang_dsv4.kernels.compress.windows import FullWindows, OverlapWindows
+from sglang_dsv4.kernels.hardware import current_arch
 from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
 from sglang_dsv4.kernels.operands import aligned_rows, index_vector, require_rows
 from sglang_dsv4.kernels.reference.compress import OVERLAP_RATIO, CompressPlan
@@ -43,14 +37,14 @@ def compile_windows(
     dtype: torch.dtype,
     weight_dtype: torch.dtype,
     layout: RecordLayout | IndexerLayout,
-    resident: int,
+    writes: bool,
 ) -> Any:
     """Compile the first launch for one architecture, ratio, types and layout; needs no GPU.
 
-    resident: threads that an SM is to hold, FEW or MANY.
+    writes: it also writes the state's rows, which then needs no second launch.
     """
     windows: Any = OverlapWindows if ratio == OVERLAP_RATIO else FullWindows
-    host = windows(dtype is torch.bfloat16, layout, resident)
+    host = windows(dtype is torch.bfloat16, layout, writes)
     return compile_for(arch, host, fake_operands(ratio, dtype, weight_dtype, layout), Float32(0.0))
 
 
@@ -64,7 +58,7 @@ def compile_tail(
 ) -> Any:
     """Compile the second launch for one architecture, ratio, types and layout; needs no GPU."""
     operands = fake_operands(ratio, dtype, weight_dtype, layout)
-    return compile_for(arch, Tail(ratio, layout), operands, Float32(0.0), Int32(1))
+    return compile_for(arch, Tail(ratio, layout), operands)
 
 
 def compress_store(
@@ -89,6 +83,7 @@ def compress_store(
     j modulo the ratio; norm_weight float [d]; table float32 [max_position, 64]; pool uint8
     [num_pages, >= page_bytes]. An IndexerLayout also applies the Hadamard transform.
     As `reference.compress.compress_store`; a window whose slot is outside the pool is not formed.
+    The plan's tensors are read early: no kernel right before this call may write them.
 
     Raises UnsupportedError for another ratio, width or dtype, ValueError for a pool or a state
     that is not aligned.
@@ -102,7 +97,8 @@ def compress_store(
     kv, gate = aligned_rows(kv), aligned_rows(gate)
     if kv.stride(0) != gate.stride(0):
         kv, gate = kv.contiguous(), gate.contiguous()
-    windows, full = plan.slots.numel(), plan.ratio == FULL_RATIO
+    windows, rows = plan.slots.numel(), plan.write_locs.numel()
+    together = bool(plan.disjoint and windows and rows)
     operands = Operands(
         kv=kv,
         gate=gate,
@@ -114,24 +110,15 @@ def compress_store(
         norm_weight=norm_weight,
         table=table,
         pool=pool[:, : layout.page_bytes],
-        means=kv.new_empty((windows if full else 0, layout.head_dim), dtype=torch.float32),
         token_positions=index_vector(positions),
         write_rows=index_vector(plan.write_rows),
         write_locs=index_vector(plan.write_locs),
     )
     key = (current_arch(), plan.ratio, kv.dtype, norm_weight.dtype, layout)
     if windows:
-        compile_windows(*key, _resident(kv, windows, layout))(operands, eps)
-    if plan.write_locs.numel() or (windows and full):
-        compile_tail(*key)(operands, eps, int(windows > 0))
-
-
-def _resident(kv: Tensor, windows: int, layout: RecordLayout | IndexerLayout) -> int:
-    """Threads of an SM: few with many registers, unless ratio 4 then takes more than one wave."""
-    blocks = -(-windows * layout.head_dim // (LANE * THREADS))
-    wide = FEW // THREADS * num_sms(kv.device.index)
-    # The sixteen vectors of a float32 thread alone fill 64 registers.
-    return MANY if blocks > wide and kv.dtype is torch.bfloat16 else FEW
+        compile_windows(*key, together)(operands, eps)
+    if rows and not together:
+        compile_tail(*key)(operands)
 
 
 def _check(kv: Tensor, gate: Tensor, ratio: int, layout: RecordLayout | IndexerLayout) -> None:

@@ -3,11 +3,9 @@
 from typing import Any, NamedTuple
 
 import torch
-from cutlass import cute
-from cutlass.cute.runtime import make_fake_compact_tensor
 
 from sglang_dsv4.cache.kv_layout import IndexerLayout, KVFormat, RecordLayout
-from sglang_dsv4.kernels.operands import CUTE_TYPES, fake_rows, fake_vector
+from sglang_dsv4.kernels.operands import fake_rows, fake_vector
 from sglang_dsv4.kernels.reference.compress import OVERLAP_RATIO
 
 FULL_RATIO = 128
@@ -18,8 +16,7 @@ class Operands(NamedTuple):
     """The tensors that `compress_store` describes.
 
     kv and gate have rows the same distance apart. positions are the windows' first positions,
-    token_positions those of the batch; means float32 [W, 512] is scratch between the two launches
-    of ratio 128, unused with ratio 4.
+    token_positions those of the batch.
     """
 
     kv: Any
@@ -32,7 +29,6 @@ class Operands(NamedTuple):
     norm_weight: Any
     table: Any
     pool: Any
-    means: Any
     token_positions: Any
     write_rows: Any
     write_locs: Any
@@ -61,8 +57,7 @@ def fake_operands(
     layout: RecordLayout | IndexerLayout,
 ) -> Operands:
     """Fake tensors to compile for, of any number of tokens, windows and rows."""
-    width, floats = width_of(ratio, layout), CUTE_TYPES[torch.float32]
-    shape = (cute.sym_int32(), layout.head_dim)
+    width = width_of(ratio, layout)
     return Operands(
         kv=fake_rows(dtype, width),
         gate=fake_rows(dtype, width),
@@ -74,7 +69,6 @@ def fake_operands(
         norm_weight=fake_vector(weight_dtype, layout.head_dim),
         table=fake_rows(torch.float32, ROPE_DIM),
         pool=fake_rows(torch.uint8, layout.page_bytes, pool_align(layout)),
-        means=make_fake_compact_tensor(floats, shape, stride_order=(1, 0), assumed_align=16),
         token_positions=fake_vector(torch.int64),
         write_rows=fake_vector(torch.int64),
         write_locs=fake_vector(torch.int64),

@@ -1,6 +1,6 @@
 """hc_post of one block and the projection of the next block's hc_pre in one launch (few tokens).
 
-As `Project`, but a warp makes the new streams of its columns from the old ones and the block's
+As `ProjectFew`, but a warp makes the new streams of its columns from the old ones and the block's
 output, stores them, and multiplies what it has stored.
 """
 
@@ -21,11 +21,11 @@ from sglang_dsv4.kernels.mhc.operands import (
     fake_streams,
     sums_pitch,
 )
-from sglang_dsv4.kernels.mhc.project import TILE_ROWS, Project
+from sglang_dsv4.kernels.mhc.project import TILE_ROWS, ProjectFew
 from sglang_dsv4.kernels.operands import fake_rows
 
 
-class Boundary(Project):
+class Boundary(ProjectFew):
     """A block is one group of 16 tokens."""
 
     @cute.jit

@@ -6,23 +6,25 @@ batch and on every run. hc_pre and hc_head are two launches: `project` and `fini
 Roofline of hc_pre for T tokens of width d: bytes = 16 * 24 d (fn) + 18 d T, and 8 d T more where
 `finish` does not find the streams in L2; flops = 3 * 2 * 24 * 4 d T (TF32, in two parts).
 
-Measured on an H200, 2026-12-02, us, of a first form without norm, in brackets the single launch
-that it replaced:
+Measured on an H200, 2026-12-02, us, hc_pre with the norm, in brackets with the kernel for few
+tokens in `project` for all:
 
-    width    1 token      16           64           256          1024         4096
-    4096     5.1 (8.1)    5.9 (9.4)    7.0 (9.4)    13.4 (18.4)  47.1 (51.3)  177 (150)
-    7168     5.2 (11.8)   6.1 (13.7)   8.4 (13.7)   19.9 (28.1)  65.1 (68.4)  241 (218)
+    width    16     64     256     512     1024            4096
+    4096     6.2    7.4    13.3    20.8    33.6 (35.1)     106.7 (117.9)
+    7168     6.3    8.8    18.6    32.7    56.4 (60.4)     188.5 (207.5)
 
-Above FEW_TOKENS comb is since made by threads of its own, which took `finish` from 91 to 50 us at
-4096 tokens of width 4096 (`project` 89); that form passed the tests on the GPU and was not timed as
-a whole. At 16 tokens Sinkhorn's rounds take 1.0 of 5.9 us. hc_head there: 4.3 (5.5), 4.7 (7.4).
+Of 104.5 us without norm at 4096 tokens of width 4096 `project` takes 59 and `finish` the rest; of
+fewer tokens at a time, so that `finish` finds the streams in L2, 512 take 158 and 1024 119 in all.
+At 16 tokens Sinkhorn's rounds take 1.0 us. hc_head there: 4.3 and 4.7.
 """
+
+from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
 from sglang_dsv4.errors import UnsupportedError
-from sglang_dsv4.kernels.hardware import current_arch
+from sglang_dsv4.kernels.hardware import SHARED_BYTES, current_arch, num_sms
 from sglang_dsv4.kernels.mhc.boundary import compile_boundary
 from sglang_dsv4.kernels.mhc.expand import LANE, compile_expand
 from sglang_dsv4.kernels.mhc.finish import compile_finish
@@ -34,14 +36,31 @@ from sglang_dsv4.kernels.mhc.operands import (
     groups_of,
     sums_pitch,
 )
-from sglang_dsv4.kernels.mhc.project import compile_project
+from sglang_dsv4.kernels.mhc.project import TILE_ROWS, compile_few, compile_many
 from sglang_dsv4.kernels.operands import aligned_rows
 
 # Up to here comb is made where the token is collapsed, and hc_post_pre is one operation.
 FEW_TOKENS = 64
+# Up to here every tile of 16 tokens has a block for each group.
+SOME_TOKENS = 512
 # Threads of a block that takes a slice of a token's columns, and of one that takes a whole token.
 SLICE_THREADS = 128
 TOKEN_THREADS = 512
+
+
+@dataclass(frozen=True)
+class ManyShape:
+    """Blocks of `project.ProjectMany`."""
+
+    warps: int
+    row_tiles: int
+    ahead: int
+    resident: int
+
+
+def many_shape(arch: str) -> ManyShape:
+    """Blocks for many tokens; two on an SM where its shared memory allows."""
+    return ManyShape(8, 1, 2, 2) if SHARED_BYTES[arch] > 200 << 10 else ManyShape(4, 1, 2, 1)
 
 
 def _require(streams: Tensor) -> None:
@@ -93,7 +112,16 @@ def _sums(streams: Tensor, rows: int) -> Tensor:
 
 
 def _project(streams: Tensor, fn: Tensor, sums: Tensor) -> None:
-    compile_project(current_arch(), streams.shape[2], len(fn))(streams, fn, sums)
+    arch, (tokens, _, hidden), rows = current_arch(), streams.shape, len(fn)
+    if tokens <= SOME_TOKENS:
+        compile_few(arch, hidden, rows)(streams, fn, sums)
+        return
+    shape = many_shape(arch)
+    tiles = -(-tokens // (TILE_ROWS * shape.row_tiles * shape.warps))
+    ranges = max(1, shape.resident * num_sms(streams.device.index) // tiles)
+    each = -(-groups_of(hidden) // ranges)
+    static = (shape.warps, shape.row_tiles, shape.ahead, shape.resident)
+    compile_many(arch, hidden, rows, *static)(streams, fn, sums, each)
 
 
 def _finish(

@@ -34,6 +34,7 @@ class CompressPlan:
     write_rows: [M] batch rows stored to the state, after the windows were formed.
     write_locs: [M] their state rows; none may repeat. An entry whose row is not in the batch or
         whose state row is not in the state (-1) is padding and skipped.
+    disjoint: no window reads a state row that the batch writes, so the order of the two is free.
     """
 
     ratio: int
@@ -42,6 +43,7 @@ class CompressPlan:
     slots: Tensor
     write_rows: Tensor
     write_locs: Tensor
+    disjoint: bool = False
 
 
 def _gather(batch: Tensor, state: Tensor, source: Tensor, fill: float) -> Tensor:

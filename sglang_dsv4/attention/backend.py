@@ -53,6 +53,8 @@ class Dsv4AttentionBackend(AttentionBackend):
         self.req_to_token_pool = runner.req_to_token_pool
         self.page_size = runner.page_size
         self.max_context = self.req_to_token_pool.req_to_token.shape[1]
+        self.index_topk = runner.model.source.dims.index_topk
+        self.on_gpu = runner.device == "cuda"
         self.ops = operations_for(torch.device(runner.device))
 
     def init_forward_metadata(self, forward_batch: "ForwardBatch") -> None:
@@ -64,7 +66,23 @@ class Dsv4AttentionBackend(AttentionBackend):
 
         The batch's tensors are the graph's static buffers; padding rows have slot 0.
         """
-        self._build(decode_rows(forward_batch, self.max_context))
+        if not self.on_gpu:
+            self._build(decode_rows(forward_batch, self.max_context))
+            return
+        from sglang_dsv4.attention.fused_lists import ListShapes, decode_metadata
+
+        pool = self.token_to_kv_pool
+        self.forward_metadata = decode_metadata(
+            forward_batch.req_pool_indices,
+            forward_batch.seq_lens,
+            forward_batch.positions.long(),
+            forward_batch.out_cache_loc,
+            self.req_to_token_pool.req_to_token,
+            pool.full_to_swa_index_mapping,
+            ListShapes(
+                self.page_size, pool.sliding_window, pool.get_ring_size(128), self.index_topk
+            ),
+        )
 
     def init_cuda_graph_state(self, max_bs: int, max_num_tokens: int) -> None:
         """Nothing to keep: a graph's metadata lives in the graph's own memory pool."""
@@ -160,23 +178,21 @@ class Dsv4AttentionBackend(AttentionBackend):
             layout,
         )
 
+    def indexer_query(self, q: torch.Tensor, rope_table: torch.Tensor) -> torch.Tensor:
+        """Queries of the indexer, rotated and Hadamard-transformed: [T, index heads, 128]."""
+        return self.ops.indexer_query(q, self.forward_metadata.positions, rope_table)
+
     def select(
-        self,
-        layer_id: int,
-        q: torch.Tensor,
-        weights: torch.Tensor,
-        topk: int,
-        rope_table: torch.Tensor,
+        self, layer_id: int, q: torch.Tensor, weights: torch.Tensor, topk: int
     ) -> EntryLists:
         """Compressed entries that each token attends to in a CSA layer, at most ``topk``.
 
         Args:
-            q: [T, index heads, 128], not yet rotated.
+            q: [T, index heads, 128], of ``indexer_query``.
             weights: float32 [T, index heads], scaled (paper eq. 16).
         """
         meta = self.forward_metadata
         pool, layout = self.token_to_kv_pool.indexer_keys(layer_id)
-        q = self.ops.indexer_query(q, meta.positions, rope_table)
         slots = self.ops.indexer_topk(
             q, weights, pool, layout, meta.pages, meta.row_of_token, meta.c4_visible, topk
         )

@@ -70,10 +70,12 @@ class AttentionMetadata:
         row_of_token: int64 [T], row of ``pages`` that belongs to each token.
         pages: int32 [R, P], page (256 tokens of the full pool) of each request's tokens; in pools
             of ratio r the page holds 256 / r entries. Beyond the request's end it is anything.
-        c4_visible: int32 [T], entries of ratio 4 that each token may see, ``(t + 1) // 4``.
+        c4_visible: int64 [T], entries of ratio 4 that each token may see, ``(t + 1) // 4``; of the
+            type of ``row_of_token``, as the indexer wants them.
         c128_visible: int32 [T], the same of ratio 128.
         page_size: tokens a page.
         plan_c4, plan_c128: which windows close in this pass and what they are made of.
+        hca, csa: ``hca_entries`` and ``csa_lengths`` of the model's top-k where made already.
     """
 
     positions: torch.Tensor
@@ -86,10 +88,14 @@ class AttentionMetadata:
     page_size: int
     plan_c4: CompressPlan
     plan_c128: CompressPlan
+    hca: EntryLists | None = None
+    csa: torch.Tensor | None = None
 
     @cached_property
     def hca_entries(self) -> EntryLists:
         """Every ratio-128 entry of each token's request, the visible ones first."""
+        if self.hca is not None:
+            return self.hca
         per_page = self.page_size // 128
         entry = torch.arange(per_page, device=self.pages.device)
         slots = (self.pages.long() * per_page).unsqueeze(-1) + entry
@@ -97,8 +103,10 @@ class AttentionMetadata:
 
     def csa_lengths(self, topk: int) -> torch.Tensor:
         """Entries that the indexer selects for each token: int32 [T]."""
+        if self.csa is not None:
+            return self.csa
         if topk not in self._csa_lengths:
-            self._csa_lengths[topk] = self.c4_visible.clamp(max=topk)
+            self._csa_lengths[topk] = self.c4_visible.clamp(max=topk).int()
         return self._csa_lengths[topk]
 
     @cached_property
@@ -134,18 +142,35 @@ def build_metadata(
     c4_state = _WindowState(request, batch.positions, req_to_token, full_to_window, page_size)
     c128_state = _RequestState(request, batch.positions, c128_ring)
     window_out = full_to_window[batch.out_cache_loc].long()
+    disjoint = _is_disjoint(batch, page_size)
     return AttentionMetadata(
         positions=batch.positions,
         window_out=window_out.masked_fill(~live, -1),
         window_slots=window_slots,
         row_of_token=row,
         pages=_pages(batch, req_to_token, page_size),
-        c4_visible=((batch.positions + 1) // 4).int(),
+        c4_visible=(batch.positions + 1) // 4,
         c128_visible=((batch.positions + 1) // 128).int(),
         page_size=page_size,
-        plan_c4=_plan(batch, 4, 8, c4_state, live & _keeps_c4_state(batch, page_size), live),
-        plan_c128=_plan(batch, 128, 128, c128_state, live & _within_last(batch, c128_ring), live),
+        plan_c4=_plan(
+            batch, 4, 8, c4_state, live & _keeps_c4_state(batch, page_size), live, disjoint
+        ),
+        plan_c128=_plan(
+            batch, 128, 128, c128_state, live & _within_last(batch, c128_ring), live, disjoint
+        ),
     )
+
+
+def _is_disjoint(batch: BatchRows, page_size: int) -> bool:
+    """Whether no window of either ratio reads a state row that this pass writes.
+
+    A request's one new token writes the place of the token one ring before it, which the window it
+    closes does not reach back to. Where a request continues at a page's start, ratio 4 reads that
+    page's predecessor, which it does not write, and ratio 128 nothing.
+    """
+    if batch.host_spans is None:
+        return True
+    return all(seq - prefix <= 1 or prefix % page_size == 0 for prefix, seq in batch.host_spans)
 
 
 def _pages(batch: BatchRows, req_to_token: torch.Tensor, page_size: int) -> torch.Tensor:
@@ -223,6 +248,7 @@ def _plan(
     state: _WindowState | _RequestState,
     kept: torch.Tensor,
     live: torch.Tensor,
+    disjoint: bool,
 ) -> CompressPlan:
     """The windows of ``ratio`` tokens that close in this pass, of ``width`` candidates each."""
     tokens = len(batch.positions)
@@ -243,6 +269,7 @@ def _plan(
         slots=(batch.out_cache_loc[closing] // ratio).masked_fill(~closes, -1),
         write_rows=torch.arange(tokens, device=kept.device),
         write_locs=state.of_tokens.masked_fill(~kept, -1),
+        disjoint=disjoint,
     )
 
 

@@ -26,10 +26,11 @@ _SYNC = re.compile(
     r"cuMemcpy(DtoH|HtoD|DtoD)(_v2)?"
 )
 """Calls that hold the host until the GPU is done."""
-_SYNC_OPS = frozenset(
-    ("aten::item", "aten::_local_scalar_dense", "aten::is_nonzero", "aten::nonzero")
-)
-"""Operators whose result's value or shape the host must know."""
+_PAGEABLE = re.compile(r"Memcpy DtoH \(Device -> Pageable\)")
+"""A copy that holds the host although its call is asynchronous."""
+SCHEDULER_WAIT = "cudaEventSynchronize"
+"""SGLang's overlap scheduler waits once a step, between two passes: for the tokens that the step
+before copied back (``copy_done.synchronize()``)."""
 
 
 @dataclass(frozen=True)
@@ -48,9 +49,9 @@ class Step:
 
     Attributes:
         events: its GPU work in order of start.
-        syncs: calls inside the forward pass, on its thread, that make the host wait.
-        waits: the same on that thread between this pass's end and the next one's start, where
-            the scheduler waits for an earlier step's tokens.
+        syncs: calls inside the forward pass, on its thread, that make the host wait; in brackets
+            the outermost operator that made the call.
+        waits: the same on that thread between this pass's end and the next one's start.
         forward_us: host time of the forward pass.
     """
 
@@ -59,6 +60,14 @@ class Step:
     syncs: tuple[str, ...]
     waits: tuple[str, ...]
     forward_us: float
+
+    @property
+    def avoidable(self) -> tuple[str, ...]:
+        """All of ``syncs`` and ``waits`` but the scheduler's own one."""
+        waits = list(self.waits)
+        if SCHEDULER_WAIT in waits:
+            waits.remove(SCHEDULER_WAIT)
+        return (*self.syncs, *waits)
 
     @property
     def busy_us(self) -> float:
@@ -167,16 +176,26 @@ def _waiting_calls(
     events: Iterable[Mapping[str, Any]], spans: Sequence[Mapping[str, Any]], starts: list[float]
 ) -> dict[int, tuple[list[str], list[str]]]:
     """(inside the forward pass, outside it) of each step, on the thread of its span."""
+    events = list(events)
+    pageable = {_correlation(e) for e in events if _PAGEABLE.match(e["name"])} - {None}
+    operators = [e for e in events if e.get("cat") == "cpu_op"]
     found: dict[int, tuple[list[str], list[str]]] = {i: ([], []) for i in range(len(spans))}
-    for event in events:
-        name, category = event["name"], event.get("cat")
-        waiting = _SYNC.fullmatch(name) if category in _RUNTIME else name in _SYNC_OPS
+    for event in sorted(events, key=lambda e: e["ts"]):
+        if event.get("cat") not in _RUNTIME:
+            continue
+        waiting = _SYNC.fullmatch(event["name"]) or _correlation(event) in pageable
         step = bisect_right(starts, event["ts"]) - 1
         if not waiting or step < 0 or event.get("tid") != spans[step].get("tid"):
             continue
         inside = event["ts"] < spans[step]["ts"] + spans[step]["dur"]
-        found[step][0 if inside else 1].append(name)
+        around = [o for o in operators if o.get("tid") == event.get("tid") and _holds(o, event)]
+        cause = f" ({min(around, key=lambda o: o['ts'])['name']})" if around else ""
+        found[step][0 if inside else 1].append(event["name"] + cause)
     return found
+
+
+def _holds(outer: Mapping[str, Any], inner: Mapping[str, Any]) -> bool:
+    return outer["ts"] <= inner["ts"] <= outer["ts"] + outer["dur"]
 
 
 _OURS = re.compile(r"sglang_dsv4\w*?([A-Z][A-Za-z0-9]*)_object_at")

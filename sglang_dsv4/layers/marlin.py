@@ -6,8 +6,8 @@ in registers and multiplies on the bfloat16 units. e2m1 * e4m3 is exact in bfloa
 used.
 
 A linear layer may have any shape: SGLang pads [out, in] with zeros to ``linear_padding``. Experts
-and grouped blocks need out % 128 == 0 and in % 64 == 0; an expert's width is padded with zeros
-(silu(0) * 0 = 0), the hidden size of every DeepSeek-V4 fits.
+need out % 128 == 0 and in % 64 == 0; their width is padded with zeros (silu(0) * 0 = 0), the hidden
+size of every DeepSeek-V4 fits.
 """
 
 import logging
@@ -22,6 +22,7 @@ from sglang.srt.layers.quantization import marlin_utils, marlin_utils_fp4
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4A16LinearMethod
 
 from sglang_dsv4.errors import UnsupportedError
+from sglang_dsv4.layers.experts_prefill import compile_for, experts_prefill, worthwhile
 from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod
 from sglang_dsv4.layers.nvfp4_moe import Nvfp4MoEMethod
 
@@ -102,7 +103,7 @@ def pack_experts(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tenso
     experts, out, width = weight.shape[0], weight.shape[1], weight.shape[2] * 2
     if out % EXPERT_OUT or width % EXPERT_IN:
         raise UnsupportedError(
-            f"A block of NVFP4 experts or of o_a_proj is [{out}, {width}], wanted multiples of "
+            f"A matrix of NVFP4 experts is [{out}, {width}], wanted multiples of "
             f"[{EXPERT_OUT}, {EXPERT_IN}]: use a smaller --tp-size, or "
             f"SGLANG_DSV4_NVFP4_WEIGHT_KERNEL=dequant."
         )
@@ -160,12 +161,23 @@ def pad_experts(layer: Any) -> None:
         getattr(layer, name).data = data.view(getattr(layer, name).dtype)
 
 
+def packed_experts(layer: Any) -> tuple[MarlinExperts, MarlinExperts]:
+    """Gate and up, and down, of a loaded layer."""
+    names = ("weight", "weight_scale", "weight_scale_2")
+    w13, w2 = (
+        MarlinExperts(*(getattr(layer, f"{part}_{name}") for name in names))
+        for part in ("w13", "w2")
+    )
+    return w13, w2
+
+
 class MarlinMoEMethod(Nvfp4MoEMethod):
     """Routed experts: SGLang's two Marlin products with the clamped SwiGLU between them."""
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """SGLang's Marlin runner; it takes the clamp from ``swiglu_limit``."""
         self.runner = MoeRunner(MoeRunnerBackend.MARLIN, moe_runner_config)
+        self.clamp, self.top_k = moe_runner_config.swiglu_limit, moe_runner_config.top_k
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pad, repack, and drop the checkpoint's layout.
@@ -189,10 +201,23 @@ class MarlinMoEMethod(Nvfp4MoEMethod):
             ):
                 parameter = torch.nn.Parameter(value, requires_grad=False)
                 layer.register_parameter(f"{name}_{suffix}", parameter)
+        compile_for(*packed_experts(layer), self.top_k, self.clamp)
+        layer.workspace = marlin_utils.marlin_make_workspace(
+            layer.w13_weight.device, max_blocks_per_sm=4
+        )
 
     def apply(self, layer: Any, dispatch_output: "DispatchOutput") -> "CombineInput":
-        """Sum of the chosen experts, weighted after the down projection: [T, D]."""
+        """The chosen experts, weighted after the down projection: their sum [T, D], or [T, k, D].
+
+        Without expert parallelism the sum is left to the caller, who adds the shared expert in the
+        same launch, and the workspace is the layer's own instead of one cleared in every call.
+        """
         expert_map = getattr(layer.dispatcher, "local_expert_mapping", None)
+        ids = dispatch_output.topk_output.topk_ids
+        if expert_map is None and worthwhile(ids, layer.w13_weight.shape[0]):
+            return self._prefill(layer, dispatch_output)
+        if expert_map is None:
+            return self._apart(layer, dispatch_output)
         info = MarlinMoeQuantInfo(
             w13_qweight=layer.w13_weight,
             w2_qweight=layer.w2_weight,
@@ -207,3 +232,38 @@ class MarlinMoEMethod(Nvfp4MoEMethod):
             global_num_experts=-1 if expert_map is None else layer.num_experts,
         )
         return self.runner.run(dispatch_output, info)
+
+    def _prefill(self, layer: Any, dispatch_output: "DispatchOutput") -> "CombineInput":
+        from sgl_kernel import moe_sum_reduce
+        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+        topk, hidden = dispatch_output.topk_output, dispatch_output.hidden_states
+        parts = experts_prefill(
+            hidden, *packed_experts(layer), topk.topk_weights, topk.topk_ids, self.clamp
+        )
+        out = torch.empty_like(hidden)
+        moe_sum_reduce(parts, out, 1.0)
+        return StandardCombineInput(hidden_states=out)
+
+    def _apart(self, layer: Any, dispatch_output: "DispatchOutput") -> "CombineInput":
+        from sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe import fused_marlin_moe
+        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
+
+        topk = dispatch_output.topk_output
+        out = fused_marlin_moe(
+            hidden_states=dispatch_output.hidden_states,
+            w1=layer.w13_weight,
+            w2=layer.w2_weight,
+            w1_scale=layer.w13_weight_scale,
+            w2_scale=layer.w2_weight_scale,
+            gating_output=topk.router_logits,
+            topk_weights=topk.topk_weights,
+            topk_ids=topk.topk_ids,
+            w1_global_scale=layer.w13_weight_scale_2,
+            w2_global_scale=layer.w2_weight_scale_2,
+            workspace=layer.workspace,
+            num_bits=4,
+            clamp_limit=self.clamp,
+            no_combine=True,
+        )
+        return StandardCombineInput(hidden_states=out)

@@ -19,9 +19,9 @@ from sglang_dsv4.layers.grouped_linear import (
     GroupedLinear,
 )
 from sglang_dsv4.layers.marlin import MarlinLinearMethod, MarlinMoEMethod
-from sglang_dsv4.layers.marlin_grouped import MarlinGroupedMethod
 from sglang_dsv4.layers.nvfp4_linear import DequantLinearMethod
 from sglang_dsv4.layers.nvfp4_moe import DequantMoEMethod
+from sglang_dsv4.layers.triton_linear import TritonLinearMethod
 from sglang_dsv4.layers.weight_kernels import WeightKernel, WeightKernels, weight_kernels_of
 
 FUSED_MODULES: Mapping[str, tuple[str, ...]] = {
@@ -129,8 +129,9 @@ def nvfp4_method(layer: torch.nn.Module, kernels: WeightKernels) -> QuantizeMeth
             return FlashInferModelOptMoEMethod(kernels.experts_runner)
         return MarlinMoEMethod() if kernels.experts is WeightKernel.MARLIN else DequantMoEMethod()
     if isinstance(layer, GroupedLinear):
-        marlin = kernels.grouped is WeightKernel.MARLIN
-        return MarlinGroupedMethod() if marlin else DequantGroupedMethod()
+        return DequantGroupedMethod()
     if kernels.linear is WeightKernel.FLASHINFER:
         return FlashInferLinearMethod()
+    if kernels.linear is WeightKernel.TRITON:
+        return TritonLinearMethod()
     return MarlinLinearMethod() if kernels.linear is WeightKernel.MARLIN else DequantLinearMethod()

@@ -1,25 +1,25 @@
 """How each kind of NVFP4 matrix is held and multiplied: by architecture, decided in this file only.
 
-| architecture | linear | routed experts | o_a_proj (grouped) |
-|---|---|---|---|
-| CPU | dequant | dequant | dequant |
-| sm_80 .. sm_90 | marlin | marlin | dequant |
-| sm_100, sm_103 | flashinfer | flashinfer (TRT-LLM, routed) | dequant |
-| sm_120, sm_121 | flashinfer | flashinfer (CUTLASS) | dequant |
+| architecture | linear | routed experts |
+|---|---|---|
+| CPU | dequant | dequant |
+| sm_80 .. sm_89 | marlin | marlin |
+| sm_90 | triton | marlin |
+| sm_100, sm_103 | flashinfer | flashinfer (TRT-LLM, routed) |
+| sm_120, sm_121 | flashinfer | flashinfer (CUTLASS) |
 
-marlin: W4A16, the 4-bit weight is widened to bfloat16 in registers (``layers.marlin``). flashinfer:
-W4A4 on the FP4 tensor cores (``layers.flashinfer_fp4``). dequant: bfloat16 from load on; four times
-the weight memory and traffic, hence, but for o_a_proj, on a GPU only when
+marlin: W4A16, the 4-bit weight is widened to bfloat16 in registers (``layers.marlin``). triton: the
+same arithmetic by ``kernels.linear``; asked for by name it takes the linear layers only.
+flashinfer: W4A4 on the FP4 tensor cores (``layers.flashinfer_fp4``). dequant: bfloat16 from load
+on; four times the weight memory and traffic, hence on a GPU only when
 ``SGLANG_DSV4_NVFP4_WEIGHT_KERNEL`` asks.
 
-Run on a GPU (one H200): marlin for the small model's linear layers and experts, in CUDA graphs and
-out of them: cosines of 0.99997 and more to the dequantised weights, answers as expected. Not run:
-flashinfer, marlin on other GPUs, dequant of linear layers and experts on a GPU.
+Run on a GPU (one H200): marlin in every linear and experts shape of V4-Flash and V4-Pro, whole and
+of a rank of eight, cosines of 0.9999 and more to the dequantised weights; triton and marlin as in
+the table in a server of the small model, answers as expected. Not run: flashinfer, marlin on other
+GPUs, dequant of linear layers and experts on a GPU.
 
-ModelOpt leaves o_a_proj in bfloat16, a batched product; a packed one becomes that. Forced marlin
-runs it as experts of Marlin's MoE kernel with a fixed routing: one launch, a quarter of the bytes
-(V4-Flash, 8 groups of [1024, 4096]: 18.9 MB a layer against 67.1 MB). It was not seen right on a
-GPU: the one run of a check that contains it ended in an illegal access of unknown origin.
+ModelOpt leaves o_a_proj in bfloat16, a batched product; a packed one becomes that on every device.
 """
 
 from dataclasses import dataclass
@@ -30,12 +30,16 @@ import torch
 from sglang_dsv4.envs import WEIGHT_KERNEL, weight_kernel
 from sglang_dsv4.errors import UnsupportedError
 
+EXPERTS_SCRATCH = 800_000_000
+"""Bytes into which ``layers.experts_prefill`` widens experts for a while."""
+
 
 class WeightKernel(Enum):
     """A way to hold and multiply NVFP4 weights; values as in the environment variable."""
 
     DEQUANT = "dequant"
     MARLIN = "marlin"
+    TRITON = "triton"
     FLASHINFER = "flashinfer"
 
 
@@ -52,12 +56,18 @@ class WeightKernels:
     device: str
     linear: WeightKernel
     experts: WeightKernel
-    grouped: WeightKernel
     experts_runner: str | None
     reason: str
 
+    def of(self, module: str) -> WeightKernel:
+        """The kernel of a packed matrix, by its name in the checkpoint."""
+        if module.endswith(".o_a_proj"):
+            return WeightKernel.DEQUANT
+        return self.experts if ".mlp.experts." in module else self.linear
+
 
 _MARLIN_FIRST, _MARLIN_LAST = (8, 0), (9, 0)
+_TRITON = (9, 0)
 _TRTLLM = ((10, 0), (10, 3))
 _CUTLASS = ((12, 0), (12, 1))
 
@@ -75,6 +85,7 @@ def weight_kernels(
         UnsupportedError: the device has no kernel, or not the forced one.
     """
     marlin, dequant, flashinfer = WeightKernel.MARLIN, WeightKernel.DEQUANT, WeightKernel.FLASHINFER
+    triton = WeightKernel.TRITON
     if capability is None:
         if forced not in (None, dequant):
             raise UnsupportedError(
@@ -82,7 +93,7 @@ def weight_kernels(
                 f"wanted dequant there: unset it."
             )
         reason = "a CPU has no 4-bit matrix units, so weights are widened once, at load"
-        return WeightKernels("cpu", dequant, dequant, dequant, None, reason)
+        return WeightKernels("cpu", dequant, dequant, None, reason)
     device = f"sm_{capability[0]}{capability[1]}"
     blackwell = capability in _TRTLLM + _CUTLASS
     if not blackwell and not _MARLIN_FIRST <= capability <= _MARLIN_LAST:
@@ -92,7 +103,12 @@ def weight_kernels(
         )
     why = f"{WEIGHT_KERNEL.name} asks for it"
     if forced is dequant:
-        return WeightKernels(device, dequant, dequant, dequant, "triton", why)
+        return WeightKernels(device, dequant, dequant, "triton", why)
+    if forced is triton and capability != _TRITON:
+        raise UnsupportedError(
+            f"{WEIGHT_KERNEL.name}=triton was asked for on {device}, for which that kernel is not "
+            f"made, wanted sm_90: unset it."
+        )
     if forced is marlin or not blackwell:
         if forced is flashinfer:
             raise UnsupportedError(
@@ -101,11 +117,12 @@ def weight_kernels(
             )
         if forced is None:
             why = f"{device} has no FP4 tensor cores: 4-bit weights, bfloat16 activations"
-        return WeightKernels(device, marlin, marlin, forced or dequant, "marlin", why)
+        linear = triton if capability == _TRITON and forced is not marlin else marlin
+        return WeightKernels(device, linear, marlin, "marlin", why)
     if forced is None:
-        why = f"{device} multiplies FP4 by FP4; o_a_proj is a bfloat16 product"
+        why = f"{device} multiplies FP4 by FP4"
     runner = "flashinfer_trtllm_routed" if capability in _TRTLLM else "flashinfer_cutlass"
-    return WeightKernels(device, flashinfer, flashinfer, dequant, runner, why)
+    return WeightKernels(device, flashinfer, flashinfer, runner, why)
 
 
 def weight_kernels_of(device: torch.device) -> WeightKernels:
@@ -130,6 +147,5 @@ def describe(kernels: WeightKernels) -> str:
     runner = f" ({kernels.experts_runner})" if kernels.experts_runner else ""
     return (
         f"NVFP4 weights on {kernels.device}: linear {kernels.linear.value}, experts "
-        f"{kernels.experts.value}{runner}, o_a_proj if packed {kernels.grouped.value}: "
-        f"{kernels.reason}"
+        f"{kernels.experts.value}{runner}: {kernels.reason}"
     )

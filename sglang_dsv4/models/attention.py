@@ -13,7 +13,14 @@ from sglang_dsv4.cache.outer_scale import outer_scale
 from sglang_dsv4.config import LayerKind, ModelDims
 from sglang_dsv4.layers.grouped_linear import GroupedLinear
 from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
+from sglang_dsv4.models.branches import Branches
 from sglang_dsv4.models.compressor import Compressor, Indexer
+
+COMPRESS, KEYS, QUERY = 0, 1, 2
+"""Branches of a layer with compressed entries: entries, indexer keys, queries with window records.
+
+The main stream meanwhile computes the low-rank query and, in CSA layers, scores and selects.
+"""
 
 
 class Attention(nn.Module):
@@ -24,9 +31,16 @@ class Attention(nn.Module):
     everything that feeds the shared KV is on every rank.
     """
 
-    def __init__(self, dims: ModelDims, layer_id: int, quant: Dsv4QuantConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        dims: ModelDims,
+        layer_id: int,
+        quant: Dsv4QuantConfig,
+        branches: Branches,
+        prefix: str,
+    ) -> None:
         super().__init__()
-        self.dims, self.layer_id = dims, layer_id
+        self.dims, self.layer_id, self.branches = dims, layer_id, branches
         self.kind = dims.layer_kinds[layer_id]
         tp = get_parallel().attn_tp_size
         self.heads, self.groups = dims.num_attention_heads // tp, dims.o_groups // tp
@@ -80,47 +94,81 @@ class Attention(nn.Module):
         self, hidden: torch.Tensor, rope_table: torch.Tensor, backend: Dsv4AttentionBackend
     ) -> torch.Tensor:
         """Hidden [T, D] -> [T, D]."""
-        dims, positions = self.dims, backend.forward_metadata.positions
-        q_a, kv = self.q_a_kv_proj(hidden)[0].split([dims.q_lora_rank, dims.head_dim], dim=-1)
+        weights = self._compress(hidden, rope_table, backend)
+        q_a, kv = self.q_a_kv_proj(hidden)[0].split(
+            [self.dims.q_lora_rank, self.dims.head_dim], dim=-1
+        )
         q_residual = self.q_a_norm(q_a)
-        q = self.q_b_proj(q_residual)[0].unflatten(-1, (self.heads, dims.head_dim))
-        q = backend.ops.q_norm_rope(q, positions, rope_table, self.eps)
-        backend.store_window(self.layer_id, kv, self.kv_norm.weight, self.eps, rope_table)
+        entries = None if self.compressor is None else backend.forward_metadata.hca_entries
+        if weights is None:
+            q = self._query(q_residual, kv, rope_table, backend)
+        else:
+            with self.branches.beside(QUERY):
+                q = self._query(q_residual, kv, rope_table, backend)
+            entries = self._select(q_residual, weights, rope_table, backend)
+            self.branches.join(QUERY)
+        if self.compressor is not None:
+            self.branches.join(COMPRESS)
         out = backend.attend(
             self.layer_id,
             q,
-            self._entries(hidden, q_residual, rope_table, backend),
+            entries,
             self.sinks,
             self.softmax_scale / self.record_scale,
             1.0 / self.record_scale,
         )
         # K is V, so V carries the rotation of its position; turning the sum back by the query's
         # position leaves the contribution of each entry a function of the distance.
-        out = backend.ops.inverse_rope(out, positions, rope_table)
+        out = backend.ops.inverse_rope(out, backend.forward_metadata.positions, rope_table)
         return self.o_b_proj(self.o_a_proj(out.flatten(1).unflatten(1, (self.groups, -1))))[0]
 
-    def _entries(
-        self,
-        hidden: torch.Tensor,
-        q_residual: torch.Tensor,
-        rope_table: torch.Tensor,
-        backend: Dsv4AttentionBackend,
-    ) -> EntryLists | None:
-        """Write this pass's compressed entries; those that each token attends to, None for SWA."""
+    def _compress(
+        self, hidden: torch.Tensor, rope_table: torch.Tensor, backend: Dsv4AttentionBackend
+    ) -> torch.Tensor | None:
+        """Write this pass's compressed entries and indexer keys, in branches; the head weights."""
         if self.compressor is None:
             return None
-        kv, gate = self.compressor.kv_gate(hidden)
-        backend.compress(
-            self.layer_id,
-            self.kind.ratio,
-            kv,
-            gate,
-            self.compressor.position_bias,
-            self.compressor.kv_norm.weight,
-            self.eps,
-            rope_table,
-        )
+        with self.branches.beside(COMPRESS):
+            kv, gate = self.compressor.kv_gate(hidden)
+            backend.compress(
+                self.layer_id,
+                self.kind.ratio,
+                kv,
+                gate,
+                self.compressor.position_bias,
+                self.compressor.kv_norm.weight,
+                self.eps,
+                rope_table,
+            )
+        if self.compressor.indexer is None:
+            return None
+        with self.branches.beside(KEYS):
+            return self.compressor.indexer.write_keys(self.layer_id, hidden, rope_table, backend)
+
+    def _query(
+        self,
+        q_residual: torch.Tensor,
+        kv: torch.Tensor,
+        rope_table: torch.Tensor,
+        backend: Dsv4AttentionBackend,
+    ) -> torch.Tensor:
+        """The rotated queries [T, H, 512]; this pass's window records are written, too."""
+        q = self.q_b_proj(q_residual)[0].unflatten(-1, (self.heads, self.dims.head_dim))
+        q = backend.ops.q_norm_rope(q, backend.forward_metadata.positions, rope_table, self.eps)
+        backend.store_window(self.layer_id, kv, self.kv_norm.weight, self.eps, rope_table)
+        return q
+
+    def _select(
+        self,
+        q_residual: torch.Tensor,
+        weights: torch.Tensor,
+        rope_table: torch.Tensor,
+        backend: Dsv4AttentionBackend,
+    ) -> EntryLists:
+        """The entries that each token attends to in a CSA layer, once all keys are written."""
+        assert self.compressor is not None
+        assert self.compressor.indexer is not None
         indexer = self.compressor.indexer
-        if indexer is None:
-            return backend.forward_metadata.hca_entries
-        return indexer(self.layer_id, hidden, q_residual, rope_table, backend)
+        q = indexer.query(q_residual, rope_table, backend)
+        self.branches.join(KEYS)
+        return backend.select(self.layer_id, q, weights, indexer.topk)

@@ -6,7 +6,6 @@ from sglang.srt.layers.linear import ReplicatedLinear
 from torch import nn
 
 from sglang_dsv4.attention.backend import Dsv4AttentionBackend
-from sglang_dsv4.attention.metadata import EntryLists
 from sglang_dsv4.config import ModelDims
 from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
 
@@ -47,7 +46,9 @@ class Scorer(nn.Module):
 
     def __init__(self, dims: ModelDims, quant: Dsv4QuantConfig, prefix: str) -> None:
         super().__init__()
-        self.scale = dims.index_head_dim**-0.5 * dims.index_n_heads**-0.5
+        # One float32 value with an axis: the product is float32, in one launch.
+        scale = torch.full((1,), dims.index_head_dim**-0.5 * dims.index_n_heads**-0.5)
+        self.register_buffer("scale", scale.float(), persistent=False)
         self.weights_proj = ReplicatedLinear(
             dims.hidden_size,
             dims.index_n_heads,
@@ -58,7 +59,7 @@ class Scorer(nn.Module):
 
     def forward(self, hidden: torch.Tensor) -> torch.Tensor:
         """Hidden [T, D] -> float32 [T, index heads]."""
-        return self.weights_proj(hidden)[0].float() * self.scale
+        return self.weights_proj(hidden)[0] * self.scale
 
 
 class Indexer(Compressor):
@@ -80,18 +81,23 @@ class Indexer(Compressor):
         )
         self.scorer = Scorer(dims, quant, f"{prefix}.scorer")
 
-    def forward(
+    def write_keys(
         self,
         layer_id: int,
         hidden: torch.Tensor,
-        q_residual: torch.Tensor,
         rope_table: torch.Tensor,
         backend: Dsv4AttentionBackend,
-    ) -> EntryLists:
-        """The chosen entries of each token; the keys of this pass are written first."""
+    ) -> torch.Tensor:
+        """Write the keys of this pass; the weight of each index head, float32 [T, index heads]."""
         kv, gate = self.kv_gate(hidden)
         backend.compress_indexer_keys(
             layer_id, kv, gate, self.position_bias, self.kv_norm.weight, self.eps, rope_table
         )
+        return self.scorer(hidden)
+
+    def query(
+        self, q_residual: torch.Tensor, rope_table: torch.Tensor, backend: Dsv4AttentionBackend
+    ) -> torch.Tensor:
+        """q_residual [T, q_lora_rank] -> rotated and transformed queries [T, index heads, 128]."""
         q = self.q_b_proj(q_residual)[0].unflatten(-1, (self.heads, self.width))
-        return backend.select(layer_id, q, self.scorer(hidden), self.topk, rope_table)
+        return backend.indexer_query(q, rope_table)

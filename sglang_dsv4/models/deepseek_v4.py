@@ -26,6 +26,7 @@ from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
 from sglang_dsv4.layers.weight_kernels import describe, weight_kernels_of
 from sglang_dsv4.model_source import ModelSource, open_source
 from sglang_dsv4.models.attention import Attention
+from sglang_dsv4.models.branches import Branches
 from sglang_dsv4.models.hyper_connection import HyperConnection, HyperHead, Pending
 from sglang_dsv4.models.moe import MoE
 from sglang_dsv4.models.weights import load_weights
@@ -47,11 +48,12 @@ class DecoderLayer(nn.Module):
         layer_id: int,
         quant: Dsv4QuantConfig,
         ops: Operations,
+        branches: Branches,
         prefix: str,
     ) -> None:
         super().__init__()
-        self.self_attn = Attention(dims, layer_id, quant, f"{prefix}.self_attn")
-        self.mlp = MoE(dims, layer_id, quant, f"{prefix}.mlp")
+        self.self_attn = Attention(dims, layer_id, quant, branches, f"{prefix}.self_attn")
+        self.mlp = MoE(dims, layer_id, quant, branches, f"{prefix}.mlp")
         self.input_layernorm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
         self.post_attention_layernorm = RMSNorm(dims.hidden_size, dims.rms_norm_eps)
         self.attn_hc = HyperConnection(dims, ops)
@@ -85,8 +87,9 @@ class Model(nn.Module):
         super().__init__()
         self.dims, self.ops = dims, ops
         self.embed_tokens = VocabParallelEmbedding(dims.vocab_size, dims.hidden_size)
+        branches = Branches(3, torch.empty(0).device)
         self.layers = nn.ModuleList(
-            DecoderLayer(dims, layer_id, quant, ops, f"model.layers.{layer_id}")
+            DecoderLayer(dims, layer_id, quant, ops, branches, f"model.layers.{layer_id}")
             for layer_id in range(dims.num_hidden_layers)
         )
         self.hc_head = HyperHead(dims, ops)

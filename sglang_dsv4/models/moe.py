@@ -12,6 +12,10 @@ from sglang_dsv4.config import ModelDims
 from sglang_dsv4.layers.activation import swiglu
 from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
 from sglang_dsv4.layers.routing import route_hash, route_topk, router_logits
+from sglang_dsv4.models.branches import Branches
+
+SHARED = 0
+"""Branch of the shared expert."""
 
 
 class Gate(nn.Module):
@@ -84,11 +88,28 @@ class SharedExperts(nn.Module):
         return self.down_proj(swiglu(self.gate_up_proj(hidden)[0], self.limit))[0]
 
 
+def add_shared(routed: torch.Tensor, shared: torch.Tensor) -> torch.Tensor:
+    """Routed [T, D], or [T, k, D] where its kernels leave the sum to us, plus shared [T, D]."""
+    if routed.dim() == 2:
+        return routed + shared
+    from sglang_dsv4.layers.expert_sum import expert_sum
+
+    return expert_sum(routed, shared)
+
+
 class MoE(nn.Module):
     """Routed experts plus the shared one."""
 
-    def __init__(self, dims: ModelDims, layer_id: int, quant: Dsv4QuantConfig, prefix: str) -> None:
+    def __init__(
+        self,
+        dims: ModelDims,
+        layer_id: int,
+        quant: Dsv4QuantConfig,
+        branches: Branches,
+        prefix: str,
+    ) -> None:
         super().__init__()
+        self.branches = branches
         self.gate = Gate(dims, layer_id)
         self.experts = FusedMoE(
             num_experts=dims.n_routed_experts,
@@ -105,8 +126,11 @@ class MoE(nn.Module):
 
     def forward(self, hidden: torch.Tensor, input_ids: torch.Tensor) -> torch.Tensor:
         """Hidden [T, D], input_ids [T] -> [T, D]."""
+        with self.branches.beside(SHARED):
+            shared = self.shared_experts(hidden)
         routed = self.experts(hidden, self.gate(hidden, input_ids))
-        out = routed + self.shared_experts(hidden)
+        self.branches.join(SHARED)
+        out = add_shared(routed, shared)
         if get_parallel().tp_size > 1:
             out = tensor_model_parallel_all_reduce(out)
         return out

@@ -78,6 +78,8 @@ CASES = (
     + [
         pytest.param([(0, 100, 227), (3, 0, 5), (1, 255, 513)], id="mixed-chunks"),
         pytest.param([(i, n - 1, n) for i, n in enumerate((4, 128, 257, 1))], id="decode-batch"),
+        pytest.param([(0, 256, 513), (3, 0, 300), (1, 511, 512)], id="whole-pages-before"),
+        pytest.param([(0, 128, 256), (1, 4, 8)], id="whole-windows-before"),
     ]
 )
 
@@ -186,6 +188,29 @@ def test_state_that_later_windows_need_is_kept(parts, ratio):
             token += 1
 
 
+@pytest.mark.parametrize("parts", CASES)
+def test_disjoint_plans_read_no_row_that_they_write(parts):
+    batch = make_batch(make_world(rows=4, context=768), parts)
+    wanted = all(after - before == 1 or before % PAGE == 0 for _, before, after in parts)
+    meta = build(make_world(rows=4, context=768), batch)
+    for plan in (meta.plan_c4, meta.plan_c128):
+        assert plan.disjoint is wanted
+        read = set((plan.source - len(batch.positions)).flatten().tolist())
+        written = {loc for loc in plan.write_locs.tolist() if loc >= 0}
+        assert not (wanted and read & written)
+
+
+def test_plans_that_overwrite_what_they_read_are_not_disjoint():
+    """The rule's other side: two tokens after an odd prefix, and a whole window after one."""
+    world = make_world(rows=4, context=768)
+    for parts, number in (([(0, 4, 12)], 0), ([(0, 128, 257), (1, 100, 228)], 1)):
+        batch = make_batch(world, parts)
+        plan = (build(world, batch).plan_c4, build(world, batch).plan_c128)[number]
+        read = set((plan.source - len(batch.positions)).flatten().tolist())
+        assert read & {loc for loc in plan.write_locs.tolist() if loc >= 0}
+        assert not plan.disjoint
+
+
 def in_graph(batch: BatchRows, context: int) -> BatchRows:
     return replace(batch, host_spans=None, max_seq_len=context)
 
@@ -205,6 +230,7 @@ def test_a_graph_sees_what_an_eager_decode_sees(length):
     assert torch.equal(meta.window_slots[:3], eager.window_slots)
     for plan, wanted in ((meta.plan_c4, eager.plan_c4), (meta.plan_c128, eager.plan_c128)):
         assert plan.source.shape[0] == len(parts)
+        assert plan.disjoint and wanted.disjoint
         closed = plan.slots >= 0
         assert plan.slots[closed].tolist() == wanted.slots.tolist()
         assert plan.positions[closed].tolist() == wanted.positions.tolist()

@@ -27,10 +27,11 @@ CHUNK = 512
 SAME_MEDIAN = {"bfloat16": 1e-4, "nvfp4": 1e-3}
 SAME_P99 = {"bfloat16": 5e-3, "nvfp4": 5e-2}
 # A GPU serves bfloat16 activations only, and batches of other sizes sum in another order. On a CPU
-# bfloat16 arithmetic and NVFP4 records are 0.038 (99th percentile 0.41) from the float32 oracle;
-# two such runs may be as far from each other, and a third is left for other kernels.
-SAME_MEDIAN |= {"cuda": 0.05}
-SAME_P99 |= {"cuda": 0.55}
+# bfloat16 arithmetic and NVFP4 records are 0.038 (99th percentile 0.41) from the float32 oracle, so
+# two such runs may be twice as far from each other: an H200 showed 0.053 to 0.067 as the median of
+# a few positions and 0.62 as the largest of many.
+SAME_MEDIAN |= {"cuda": 0.076}
+SAME_P99 |= {"cuda": 0.82}
 ON_GPU = torch.cuda.is_available()
 
 

@@ -39,14 +39,15 @@ def emulate(
     head_tile,
     splits,
     shared_size,
+    blocks=None,
 ):
     """(out, lse) of the kernel that make_kernel(names of the module) gives for one warp.
 
-    splits > 1 runs the combination too; shared_size: shared memory of a block, in bytes.
+    splits > 1 runs the combination too; shared_size: shared memory of a block, in bytes; blocks:
+    of a kernel whose blocks take items in turn and are told their number, None for one an item.
     """
     names = device.load(module)
     merge_splits = device.load(combine)["combine"]
-    kernel = [make_kernel(names) for _ in range(module.THREADS // 32)]
     tokens, heads = q.shape[:2]
     put = device.tensor
     # First in memory, so that a read before the window's list is out of bounds.
@@ -74,9 +75,10 @@ def emulate(
     head_tiles = math.ceil(heads / head_tile)
 
     def attention():
-        kernel[device.local.warp].kernel(operands, numbers, np.int32(head_tiles))
+        make_kernel(names).kernel(operands, numbers, np.int32(head_tiles), *extra)
 
-    grid = (tokens * head_tiles, splits, 1)
+    grid = (tokens * head_tiles, splits, 1) if blocks is None else (blocks, 1, 1)
+    extra = () if blocks is None else (np.int32(tokens * head_tiles * splits),)
     device.launch(attention, grid, module.THREADS, shared_size)
     if splits > 1:
         device.launch(

@@ -2,21 +2,19 @@
 
 import re
 import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 
+from sglang_dsv4.kernels.attention.hopper.gather import AHEAD
 from sglang_dsv4.kernels.attention.hopper.wide import REGISTERS, WideAttention, compile_wide
 from sglang_dsv4.kernels.attention.lists import ListShape
 from sglang_dsv4.kernels.hardware import SHARED_BYTES
 from sglang_dsv4.kernels.jit import cubin_of
 
-sys.path.insert(0, str(Path(__file__).resolve().parent / "gpu"))
-
-
 triton = pytest.importorskip("triton", reason="its wheel carries nvdisasm")
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
+PRODUCT = re.compile(r"HGMMA\.64x(\d+)x16\.F32\.BF16 R(\d+), (?:R(\d+), )?gdesc")
 
 
 def disassemble(cubin, folder):
@@ -26,18 +24,52 @@ def disassemble(cubin, folder):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+def touched_under_way(sass):
+    """Instructions that use accumulators, or write other operands, of products under way.
+
+    The tile loops have no branch inside between a product and the wait for it but waits on
+    mbarriers, so the order of the listing is that of execution.
+    """
+    groups, group, found = [], [], []
+    for line in sass.splitlines():
+        product, wait = PRODUCT.search(line), re.search(r"DEPBAR\.LE gsb0, 0x(\d+)", line)
+        if product:
+            size, sums, left = (int(n) if n else None for n in product.groups())
+            operands = set() if left is None else set(range(left, left + 4))
+            group.append((set(range(sums, sums + size // 2)), operands))
+            if "gsb0" in line:
+                groups, group = [*groups, group], []
+        elif wait:
+            pending = int(wait[1])
+            groups = groups[len(groups) - pending :] if pending else []
+        elif "*/" in line:
+            text = line.split("*/", 1)[1]
+            registers = [int(n) for n in re.findall(r"\bR(\d+)\b", text)]
+            stores = re.match(r"\s*(@!?P\d )?\s*ST", text)
+            for sums, operands in (pair for some in (*groups, group) for pair in some):
+                written = registers and not stores and registers[0] in operands
+                if written or sums & set(registers):
+                    found.append(text.strip())
+    return found
+
+
 @pytest.mark.parametrize("slot_bytes, has_lengths", [(8, False), (4, True)])
 def test_instructions(slot_bytes, has_lengths, tmp_path):
     lists = ListShape(64, 2, slot_bytes, has_lengths)
     sass = disassemble(cubin_of(compile_wide, "sm_90a", lists), tmp_path)
-    # QK: 512 dims in steps of 16; PV: 64 keys in steps of 16 for each half of the output.
-    assert len(re.findall(r"HGMMA\.64x64x16\.F32\.BF16", sass)) == 32
-    assert len(re.findall(r"HGMMA\.64x256x16\.F32\.BF16", sass)) == 8
-    # One fence before each of the four groups: ptxas adds more when it serialises products.
-    assert len(re.findall(r"WARPGROUP\.ARRIVE", sass)) == 4
+    # The first tile's scores and the next one's in the loop, 512 dims in steps of 16 each.
+    assert len(re.findall(r"HGMMA\.64x64x16\.F32\.BF16", sass)) == 2 * 32
+    # 64 keys in steps of 16, two times 128 dims: left in the loop and for the last tile, right.
+    assert len(re.findall(r"HGMMA\.64x128x16\.F32\.BF16", sass)) == 3 * 8
+    # One fence before each group, three for scores: ptxas adds more when it serialises products.
+    assert len(re.findall(r"WARPGROUP\.ARRIVE", sass)) == 2 * 3 + 3
+    assert touched_under_way(sass) == []
     assert not re.findall(r"\b(LDL|STL)\b", sass)
-    # Records: 7 NoPE, 2 scale and 4 RoPE loads, ahead of the loop and in it; Q: 16 by each group.
-    assert len(re.findall(r"LDG\.E\.128\.CONSTANT", sass)) == 2 * 13 + 2 * 16
+    # Records: 7 NoPE and 4 RoPE loads, ahead of the loop and in it; Q: 16 by each consumer group.
+    assert len(re.findall(r"LDG\.E\.128\.CONSTANT", sass)) == 2 * 11 + 2 * 16
+    # L2: three sectors of a record by each group; slots and eight of Q, for the first item and the
+    # next one.
+    assert len(re.findall(r"CCTL\.E\.PF2", sass)) == 2 * 3 * (AHEAD + 1) + 2 * 2 * 9
     assert len(re.findall(r"STS\.128", sass)) == 32 + 2 * 16
     assert len(re.findall(r"HMUL2\.BF16|HFMA2\.MMA\.BF16", sass)) >= 4 * 28
     limits = {int(n, 16) for n in re.findall(r"USETMAXREG\S* (?:UP0, )?(0x\w+)", sass)}

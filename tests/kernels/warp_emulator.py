@@ -357,6 +357,10 @@ class Device:
             ),
         }
 
+    def fresh(self, module):
+        """The module executed anew."""
+        return fresh(module)
+
     def _plain(self, function, namespace):
         source = getattr(function, "__wrapped__", function)
         return types.FunctionType(
@@ -380,7 +384,7 @@ class Device:
         """The module's names, with its functions and classes, and those that it imports from
         other modules of kernels, running on this device."""
         if module.__name__ not in self.loaded:
-            copy = fresh(module)
+            copy = self.fresh(module)
             namespace = self.loaded[module.__name__] = {**vars(copy), **self._replacements()}
             for name, value in vars(copy).items():
                 home = getattr(value, "__module__", None) or ""

@@ -41,7 +41,7 @@ def tile_order() -> torch.Tensor:
 def marlin_repack(monkeypatch):
     """``gptq_marlin_repack`` without a GPU, wherever our code and SGLang's look it up."""
     from sglang.kernels.ops.quantization import gptq_marlin_repack as module
-    from sglang.srt.layers.quantization import marlin_utils_fp4
+    from sglang.srt.layers.quantization import marlin_utils, marlin_utils_fp4
 
     def called(b_q_weight, perm, size_k, size_n, num_bits):
         return repack(b_q_weight, perm, size_k, size_n, num_bits)
@@ -50,6 +50,9 @@ def marlin_repack(monkeypatch):
     monkeypatch.setattr(marlin_utils_fp4, "gptq_marlin_repack", called, raising=False)
     monkeypatch.setattr(
         marlin_utils_fp4, "marlin_make_workspace", lambda *_: torch.zeros(4, dtype=torch.int)
+    )
+    monkeypatch.setattr(
+        marlin_utils, "marlin_make_workspace", lambda *_, **__: torch.zeros(4, dtype=torch.int)
     )
 
 

@@ -16,10 +16,10 @@ from sglang_dsv4.layers.grouped_linear import (
     GroupedLinear,
 )
 from sglang_dsv4.layers.marlin import MarlinLinearMethod, MarlinMoEMethod
-from sglang_dsv4.layers.marlin_grouped import MarlinGroupedMethod
 from sglang_dsv4.layers.nvfp4_linear import DequantLinearMethod
 from sglang_dsv4.layers.nvfp4_moe import DequantMoEMethod
 from sglang_dsv4.layers.quant_config import Dsv4QuantConfig, nvfp4_method
+from sglang_dsv4.layers.triton_linear import TritonLinearMethod
 from sglang_dsv4.layers.weight_kernels import WeightKernel, weight_kernels
 
 
@@ -35,13 +35,14 @@ LINEAR, GROUPED, EXPERTS = blank(ReplicatedLinear), blank(GroupedLinear), blank(
     ("capability", "forced", "methods"),
     [
         (None, None, (DequantLinearMethod, DequantGroupedMethod, DequantMoEMethod)),
-        ((9, 0), None, (MarlinLinearMethod, DequantGroupedMethod, MarlinMoEMethod)),
+        ((8, 0), None, (MarlinLinearMethod, DequantGroupedMethod, MarlinMoEMethod)),
+        ((9, 0), None, (TritonLinearMethod, DequantGroupedMethod, MarlinMoEMethod)),
         (
             (10, 0),
             None,
             (FlashInferLinearMethod, DequantGroupedMethod, FlashInferModelOptMoEMethod),
         ),
-        ((12, 0), WeightKernel.MARLIN, (MarlinLinearMethod, MarlinGroupedMethod, MarlinMoEMethod)),
+        ((12, 0), WeightKernel.MARLIN, (MarlinLinearMethod, DequantGroupedMethod, MarlinMoEMethod)),
         (
             (9, 0),
             WeightKernel.DEQUANT,

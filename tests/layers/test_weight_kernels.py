@@ -9,7 +9,9 @@ from sglang_dsv4.layers import weight_kernels as table
 from sglang_dsv4.layers.weight_kernels import WeightKernel, describe, weight_kernels
 
 DEQUANT, MARLIN, FLASHINFER = WeightKernel.DEQUANT, WeightKernel.MARLIN, WeightKernel.FLASHINFER
-HOPPER_AND_BEFORE = [(8, 0), (8, 6), (8, 7), (8, 9), (9, 0)]
+TRITON = WeightKernel.TRITON
+BEFORE_HOPPER = [(8, 0), (8, 6), (8, 7), (8, 9)]
+HOPPER = (9, 0)
 BLACKWELL = {
     (10, 0): "flashinfer_trtllm_routed",
     (10, 3): "flashinfer_trtllm_routed",
@@ -18,35 +20,48 @@ BLACKWELL = {
 }
 
 
-def kinds(kernels: table.WeightKernels) -> tuple[WeightKernel, WeightKernel, WeightKernel]:
-    return kernels.linear, kernels.experts, kernels.grouped
+def kinds(kernels: table.WeightKernels) -> tuple[WeightKernel, WeightKernel]:
+    return kernels.linear, kernels.experts
 
 
 def test_a_cpu_dequantises():
     kernels = weight_kernels(None)
-    assert kinds(kernels) == (DEQUANT,) * 3
+    assert kinds(kernels) == (DEQUANT,) * 2
     assert kernels.experts_runner is None
 
 
-@pytest.mark.parametrize("capability", HOPPER_AND_BEFORE)
-def test_gpus_without_fp4_units_run_marlin(capability):
+@pytest.mark.parametrize("capability", BEFORE_HOPPER)
+def test_gpus_before_hopper_run_marlin(capability):
     kernels = weight_kernels(capability)
-    assert kinds(kernels) == (MARLIN, MARLIN, DEQUANT)
+    assert kinds(kernels) == (MARLIN, MARLIN)
     assert kernels.experts_runner == "marlin"
 
 
+@pytest.mark.parametrize("forced", [None, TRITON])
+def test_hopper_runs_its_own_linear_kernel(forced):
+    kernels = weight_kernels(HOPPER, forced)
+    assert kinds(kernels) == (TRITON, MARLIN)
+    assert kernels.experts_runner == "marlin"
+
+
+@pytest.mark.parametrize("capability", [*BEFORE_HOPPER, *BLACKWELL])
+def test_no_other_gpu_runs_hoppers_kernel(capability):
+    with pytest.raises(UnsupportedError, match=r"triton was asked for on sm_.*, wanted sm_90"):
+        weight_kernels(capability, TRITON)
+
+
 @pytest.mark.parametrize("capability", BLACKWELL)
-def test_blackwell_runs_flashinfer_and_widens_the_groups(capability):
+def test_blackwell_runs_flashinfer(capability):
     kernels = weight_kernels(capability)
-    assert kinds(kernels) == (FLASHINFER, FLASHINFER, DEQUANT)
+    assert kinds(kernels) == (FLASHINFER, FLASHINFER)
     assert kernels.experts_runner == BLACKWELL[capability]
 
 
-@pytest.mark.parametrize("capability", [*HOPPER_AND_BEFORE, *BLACKWELL])
+@pytest.mark.parametrize("capability", [*BEFORE_HOPPER, HOPPER, *BLACKWELL])
 @pytest.mark.parametrize(("forced", "runner"), [(DEQUANT, "triton"), (MARLIN, "marlin")])
 def test_a_forced_kernel_is_taken(capability, forced, runner):
     kernels = weight_kernels(capability, forced)
-    assert kinds(kernels) == (forced,) * 3
+    assert kinds(kernels) == (forced,) * 2
     assert kernels.experts_runner == runner
     assert WEIGHT_KERNEL.name in describe(kernels)
 
@@ -72,12 +87,12 @@ def test_the_environment_forces(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     cuda = torch.device("cuda")
     monkeypatch.delenv(WEIGHT_KERNEL.name, raising=False)
-    assert table.weight_kernels_of(cuda).linear is MARLIN
+    assert table.weight_kernels_of(cuda).linear is TRITON
     monkeypatch.setenv(WEIGHT_KERNEL.name, " Dequant ")
     assert table.weight_kernels_of(cuda).linear is DEQUANT
     assert table.weight_kernels_of(torch.device("cpu")).linear is DEQUANT
     monkeypatch.setenv(WEIGHT_KERNEL.name, "int4")
-    with pytest.raises(ConfigError, match="'int4', wanted marlin, flashinfer or dequant"):
+    with pytest.raises(ConfigError, match="'int4', wanted marlin, triton, flashinfer or dequant"):
         table.weight_kernels_of(cuda)
 
 
@@ -85,8 +100,7 @@ def test_the_log_line_names_every_choice():
     line = describe(weight_kernels((10, 0)))
     assert line == (
         "NVFP4 weights on sm_100: linear flashinfer, experts flashinfer "
-        "(flashinfer_trtllm_routed), o_a_proj if packed dequant: sm_100 multiplies FP4 by FP4; "
-        "o_a_proj is a bfloat16 product"
+        "(flashinfer_trtllm_routed): sm_100 multiplies FP4 by FP4"
     )
     assert "\n" not in describe(weight_kernels(None))
 
@@ -95,7 +109,18 @@ def test_sglang_knows_the_runners():
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
 
     runners = {
-        weight_kernels(c, f).experts_runner for c in BLACKWELL for f in (None, *WeightKernel)
+        weight_kernels(c, f).experts_runner
+        for c in BLACKWELL
+        for f in (None, *set(WeightKernel) - {TRITON})
     }
     for runner in runners:
         assert MoeRunnerBackend(runner).value == runner
+
+
+def test_each_packed_matrix_has_the_kernel_of_its_kind():
+    kernels = table.WeightKernels("sm_90", FLASHINFER, MARLIN, None, "")
+    layer = "model.layers.3"
+    assert kernels.of(f"{layer}.self_attn.o_a_proj") is DEQUANT
+    assert kernels.of(f"{layer}.mlp.experts.17.gate_proj") is MARLIN
+    for name in ("self_attn.o_b_proj", "self_attn.q_a_proj", "mlp.shared_experts.up_proj"):
+        assert kernels.of(f"{layer}.{name}") is FLASHINFER

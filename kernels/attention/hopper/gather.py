@@ -9,11 +9,18 @@ in the buffer's validity mask (two 32-bit words, key k at bit k) is 0. A NaN sca
 NaN.
 
 Half 0 of a buffer is atoms 0 to 3 with the mask, half 1 atoms 4 to 7; each has its own pair of
-mbarriers, so that a consumer can give back or await half a tile. One warpgroup fills both in turn.
-Warp w fills keys [16 w, 16 w + 16), a pair of lanes one key: NoPE by 32 bytes (one atom) a load, a
-lane 32 dims of it. Eight lanes copy the RoPE dims of a key. Both ways each eight lanes of a store
-touch every bank once. Words of the next tile are loaded into registers as soon as those of this one
-are decoded, slots one tile earlier still.
+mbarriers, so that a consumer can give back or await half a tile. Two warpgroups fill a part of each
+half: group 0 atoms 0, 1, 4 and 5, group 1 atoms 2, 3, 6 and RoPE. Warp w of a group fills keys
+[16 w, 16 w + 16), a pair of lanes one key: NoPE by 32 bytes (one atom) a load, a lane 32 dims of
+it. Eight lanes copy the RoPE dims of a key. Both ways each eight lanes of a store touch every bank
+once. Values are decoded while their place is still being read, except where registers do not hold
+them. Words of the next tile are loaded into registers as soon as those of this one are stored.
+
+A warp's loads share one scoreboard: the wait for half 0's words is one for everything asked before,
+half 1's words included, so each tile waits for a load at once after asking for it. Nothing may
+therefore come from memory itself: records are brought into L2 AHEAD tiles earlier, four threads a
+record, their slots are loaded one tile before that, and all slots of an item were brought into L2
+one item earlier (`announce`).
 
 Roofline, per tile: 24 KB read, 64 KB written to shared memory (512 cycles), 3584 words to decode
 of 19 instructions each.
@@ -39,8 +46,20 @@ BUFFER_BYTES = ATOMS * ATOM_BYTES
 MASK_BYTES = TILE // 8
 BARRIER_BYTES = 8
 ROPE_UNIT = ROPE_OFFSET // 16
-# Atoms of each half that are NoPE; a lane has four words of each.
-NOPE_ATOMS = (4, 3)
+GROUPS = 2
+# Bytes that a prefetch brings into L2 at least.
+SECTOR = 32
+# Tiles between the one whose words are loaded and the one that is brought into L2.
+AHEAD = 2
+WARPS = 4 * GROUPS
+# Bytes of the 16 keys of a warp in an atom.
+WARP_BYTES = 16 * 128
+# NoPE atoms of each half for each group; a lane has four words of each. RoPE is the last group's.
+GROUP_ATOMS = (((0, 1), (4, 5)), ((2, 3), (6,)))
+# Atoms of each half that a group decodes only when their place is free, for want of registers.
+LATE_ATOMS = (0, 1)
+# Whether a group asks for the next words as soon as it has decoded these, or when they are stored.
+EAGER = (False, False)
 
 
 @dataclass(frozen=True)
@@ -79,8 +98,8 @@ class Gather:
         """
         for buffer in range(self.config.buffers):
             for half in range(HALVES):
-                # One arrival of each of the four warps that fill a half.
-                hopper.barrier_init(self.full(barriers, buffer, half), 4)
+                # One arrival of each warp.
+                hopper.barrier_init(self.full(barriers, buffer, half), WARPS)
                 hopper.barrier_init(self.empty(barriers, buffer, half), releases[half])
 
     def place(self, n: Any) -> tuple[Any, Any]:
@@ -92,56 +111,137 @@ class Gather:
     @cute.jit
     def produce(
         self,
+        group: cutlass.Constexpr,
         tid: Int32,
         lists: TokenLists,
         first: Int32,
         last: Int32,
+        done: Int32,
         keys: Int32,
         masks: Int32,
         barriers: Int32,
     ) -> None:
-        """Fill the buffers with tiles [first, last) in turn; tid counts the warpgroup's threads."""
+        """Fill a group's part of the buffers with tiles [first, last) in turn.
+
+        128 threads take part, counted by tid; done: tiles that the block filled before, so that
+        the buffers are taken in turn from one call to the next.
+        """
         warp, lane = cute.arch.make_warp_uniform(tid >> 5), tid & 31
-        upcoming = cute.make_rmem_tensor(1, Int64 if self.config.lists.slot_bytes == 8 else Int32)
+        kind = Int64 if self.config.lists.slot_bytes == 8 else Int32
+        upcoming = cute.make_rmem_tensor(1, kind)
         key = warp * 16 + (lane >> 1)
         where = cute.make_rmem_tensor(3, Int32)
-        # For each half: 16 NoPE words, 4 of scales, 16 of RoPE, the ballot of its keys.
-        data = [cute.make_rmem_tensor(37, Uint32) for _ in range(HALVES)]
-        row = key * 128
-        turned = (key & 7) ^ (4 * (lane & 1))
-        units = [row + (turned ^ i) * 16 for i in range(4)]
+        # For each half: 8 NoPE words, 2 of scales, 16 of RoPE, the ballot of its keys.
+        data = [cute.make_rmem_tensor(27, Uint32) for _ in range(HALVES)]
         count = last - first
+        # Slots of the tiles that are brought into L2: the first ones, then the one in turn.
+        far = cute.make_rmem_tensor(AHEAD + 1, kind)
         if count > 0:
             self._load_slot(lists, first, key, upcoming)
+            for k in cutlass.range_constexpr(AHEAD):
+                self._load_slot(lists, cutlass.min(first + k + 1, last - 1), key, far, k)
             self._locate(lists, warp, lane, first, upcoming, where)
             for half in cutlass.range_constexpr(HALVES):
-                self._fetch(half, lists, lane, first, where, data[half])
+                self._fetch(half, group, lists, lane, first, where, data[half])
+            for k in cutlass.range_constexpr(AHEAD):
+                self._prefetch(
+                    group, lists, lane, cutlass.min(first + k + 1, last - 1), key, far[k]
+                )
         if count > 1:
             self._load_slot(lists, first + 1, key, upcoming)
+        if count > AHEAD + 1:
+            self._load_slot(lists, first + AHEAD + 1, key, far, AHEAD)
         for n in cutlass.range(count):
-            buffer, parity = self.place(n)
+            buffer, parity = self.place(done + n)
             start = keys + buffer * BUFFER_BYTES
+            lane = ptx.opaque(tid) & 31
+            key = warp * 16 + (lane >> 1)
+            tile = ptx.opaque(first + n)
             for half in cutlass.range_constexpr(HALVES):
+                place, bits = start + warp * WARP_BYTES, data[half][26]
+                ask = (lists, warp, lane, key, tile, count - n, upcoming, far, where, data[half])
+                early = self._decode(half, group, lane, data[half], False)
+                if cutlass.const_expr(EAGER[group] and LATE_ATOMS[group] == 0):
+                    self._ask(half, group, *ask)
                 hopper.barrier_wait(self.empty(barriers, buffer, half), parity ^ 1)
-                self._store(half, warp, lane, units, start, data[half])
-                if cutlass.const_expr(half == 0):  # noqa: SIM102 (static, then dynamic)
+                self._store(half, group, place, lane, early, False)
+                late = self._decode(half, group, lane, data[half], True)
+                if cutlass.const_expr(EAGER[group] and LATE_ATOMS[group] > 0):
+                    self._ask(half, group, *ask)
+                self._store(half, group, place, lane, late, True)
+                if cutlass.const_expr(half == 0 and group == 0):  # noqa: SIM102 (static first)
                     if lane == 0:
-                        mask = masks + buffer * MASK_BYTES + warp * 2
-                        hopper.shared_store_u16(mask, data[0][36])
+                        hopper.shared_store_u16(masks + buffer * MASK_BYTES + warp * 2, bits)
                 hopper.fence_async()
                 cute.arch.sync_warp()
                 if lane == 0:
                     hopper.barrier_arrive(self.full(barriers, buffer, half))
-                if n + 1 < count:
-                    if cutlass.const_expr(half == 0):
-                        self._locate(lists, warp, lane, first + n + 1, upcoming, where)
-                    self._fetch(half, lists, lane, first + n + 1, where, data[half])
-            if n + 2 < count:
-                self._load_slot(lists, first + n + 2, key, upcoming)
+                if cutlass.const_expr(not EAGER[group]):
+                    self._ask(half, group, *ask)
 
-    def _load_slot(self, lists: TokenLists, tile: Any, key: Int32, upcoming: Any) -> None:
+    @cute.jit
+    def _ask(
+        self,
+        half: cutlass.Constexpr,
+        group: cutlass.Constexpr,
+        lists: TokenLists,
+        warp: Int32,
+        lane: Int32,
+        key: Int32,
+        tile: Int32,
+        left: Int32,
+        upcoming: Any,
+        far: Any,
+        where: Any,
+        data: Any,
+    ) -> None:
+        """Start loads behind one half of a tile; left: tiles from this one to the last."""
+        if left > 1:
+            if cutlass.const_expr(half == 0):
+                self._locate(lists, warp, lane, tile + 1, upcoming, where)
+            self._fetch(half, group, lists, lane, tile + 1, where, data)
+        if cutlass.const_expr(half == 0):
+            if left > 2:
+                self._load_slot(lists, tile + 2, key, upcoming)
+            if left > AHEAD + 1:
+                ahead = tile + AHEAD + 1
+                self._prefetch(group, lists, lane, ahead, key, far[AHEAD])
+                if left > AHEAD + 2:
+                    self._load_slot(lists, ahead + 1, key, far, AHEAD)
+
+    @cute.jit
+    def announce(
+        self, group: cutlass.Constexpr, tid: Int32, lists: TokenLists, first: Int32, last: Int32
+    ) -> None:
+        """Bring the slots of tiles [first, last) into L2; tid counts the group's 128 threads."""
+        sectors = TILE * self.config.lists.slot_bytes // SECTOR
+        for i in cutlass.range(first * sectors, last * sectors, 128 * GROUPS):
+            place = cutlass.min(i + 128 * group + tid, last * sectors - 1)
+            tile = place // sectors
+            self._prefetch_slot(lists, tile, (place - tile * sectors) * (TILE // sectors))
+
+    def _prefetch_slot(self, lists: TokenLists, tile: Any, key: Any) -> None:
+        """Bring the slot of a key of a tile into L2."""
+        hopper.prefetch_l2(lists.slot_address(tile, key))
+
+    def _prefetch(
+        self, group: int, lists: TokenLists, lane: Int32, tile: Any, key: Int32, slot: Any
+    ) -> None:
+        """Bring this thread's three of the twelve 32-byte sectors of a record into L2."""
+        _, record, scales = lists.locate(tile, key, slot)
+        pool = lists.pool(tile)
+        place = 2 * group + (lane & 1)
+        start = pool + Int64(record + 2 * place) * 16
+        hopper.prefetch_l2(start)
+        hopper.prefetch_l2(start + 128)
+        third = record + 2 * place + 16
+        if group == GROUPS - 1:
+            third = choose(place == 3, scales, third)
+        hopper.prefetch_l2(pool + Int64(third) * 16)
+
+    def _load_slot(self, lists: TokenLists, tile: Any, key: Int32, slots: Any, at: int = 0) -> None:
         """Start the load of the slot of a key of a tile."""
-        upcoming[0] = lists.load_slot(tile, key)
+        slots[at] = lists.load_slot(tile, key)
 
     def _locate(
         self, lists: TokenLists, warp: Int32, lane: Int32, tile: Any, upcoming: Any, where: Any
@@ -151,46 +251,82 @@ class Gather:
         where[2] = Int32(ptx.ballot(ptx.shuffle_index(Int32(present), 2 * (lane & 15)) != 0))
 
     def _fetch(
-        self, half: int, lists: TokenLists, lane: Int32, tile: Any, where: Any, data: Any
+        self,
+        half: int,
+        group: int,
+        lists: TokenLists,
+        lane: Int32,
+        tile: Any,
+        where: Any,
+        data: Any,
     ) -> None:
-        """Start the loads of one half of this warp's 16 records."""
+        """Start the loads of a group's part of one half of this warp's 16 records."""
         pool = lists.pool(tile)
         record = pool + (Int64(where[0]) + Int64(lane & 1)) * 16
-        for atom in range(NOPE_ATOMS[half]):
-            words = ptx.global_load_x4(record + (half * NOPE_ATOMS[0] + atom) * 32)
+        atoms = GROUP_ATOMS[group][half]
+        for a, atom in enumerate(atoms):
+            words = ptx.global_load_x4(record + atom * 32)
             for i in range(4):
-                data[4 * atom + i] = words[i]
-        scales = ptx.global_load_x4(pool + (Int64(where[1]) + half) * 16)
-        for i in range(4):
-            data[16 + i] = scales[i]
-        if half == 1:
+                data[4 * a + i] = words[i]
+        scales = pool + Int64(where[1]) * 16 + 4 * atoms[0]
+        words = (
+            (Uint32(ptx.global_load_i32(scales)),)
+            if len(atoms) == 1
+            else ptx.global_load_x2(scales)
+        )
+        for a in range(len(atoms)):
+            data[8 + a] = words[a]
+        if half == 1 and group == GROUPS - 1:
             for i in range(4):
                 source = ptx.shuffle_index(where[0], 8 * i + 2 * (lane >> 3))
                 unit = Int64(source) + Int64((lane & 7) + ROPE_UNIT)
                 words = ptx.global_load_x4(pool + unit * 16)
                 for j in range(4):
-                    data[20 + 4 * i + j] = words[j]
-        data[36] = Uint32(where[2]) & Uint32(0xFFFF)
+                    data[10 + 4 * i + j] = words[j]
+        data[26] = Uint32(where[2]) & Uint32(0xFFFF)
 
-    def _store(
-        self, half: int, warp: Int32, lane: Int32, units: Any, start: Int32, data: Any
-    ) -> None:
-        """Decode one half of 16 keys and put it in its place."""
-        bits = data[36]
+    def _pieces(self, half: int, group: int, late: bool) -> tuple[list, bool]:
+        """What a group decodes early or late of a half: (places and NoPE atoms, whether RoPE)."""
+        atoms = list(enumerate(GROUP_ATOMS[group][half]))
+        roped = half == 1 and group == GROUPS - 1
+        early = len(atoms) - LATE_ATOMS[group]
+        return (atoms[early:] if late else atoms[:early]), roped and not late
+
+    def _decode(self, half: int, group: int, lane: Int32, data: Any, late: bool) -> list:
+        """A group's part of one half of 16 keys in bf16, 16 bytes an entry, as they are stored."""
+        atoms, roped = self._pieces(half, group, late)
+        keep = (lambda w: Uint32(ptx.opaque(w))) if late else (lambda w: w)
+        bits = data[26]
         listed = ((bits >> Uint32(lane >> 1)) & Uint32(1)) != Uint32(0)
         shift = Uint32(16 * (lane & 1))
-        for atom in range(NOPE_ATOMS[half]):
-            pair = choose(listed, data[16 + atom] >> shift, Uint32(0))
+        values = []
+        for a, _ in atoms:
+            pair = choose(listed, keep(data[8 + a]) >> shift, Uint32(0))
             scales = scale_pairs(pair)
-            base = start + (half * NOPE_ATOMS[0] + atom) * ATOM_BYTES
+            values += [unpack8(keep(data[4 * a + i]), scales[i // 2]) for i in range(4)]
+        if roped:
             for i in range(4):
-                values = unpack8(data[4 * atom + i], scales[i // 2])
-                ptx.shared_store_x4(base + units[i], *values)
-        if half == 1:
-            for i in range(4):
-                key = 4 * i + (lane >> 3)
-                present = ((bits >> Uint32(key)) & Uint32(1)) != Uint32(0)
+                present = ((bits >> Uint32(4 * i + (lane >> 3))) & Uint32(1)) != Uint32(0)
                 mask = choose(present, Uint32(0xFFFFFFFF), Uint32(0))
-                line = start + (ATOMS - 1) * ATOM_BYTES + (warp * 16 + key) * 128
-                words = [data[20 + 4 * i + j] & mask for j in range(4)]
-                ptx.shared_store_x4(line + ((lane & 7) ^ (key & 7)) * 16, *words)
+                values.append([data[10 + 4 * i + j] & mask for j in range(4)])
+        return values
+
+    def _store(
+        self, half: int, group: int, start: Int32, lane: Int32, values: list, late: bool
+    ) -> None:
+        """Put decoded values in their place; start: row 0 of this warp's keys in atom 0.
+
+        A lane's unit i of an atom stands where bits 4 and 5 of the address are turned by i, its
+        RoPE unit of the key 4 further on where bit 6 is turned.
+        """
+        atoms, _ = self._pieces(half, group, late)
+        key = lane >> 1
+        unit = start + key * 128 + ((key & 7) ^ (4 * (lane & 1))) * 16
+        for at, (_, atom) in enumerate(atoms):
+            for i in range(4):
+                place = (unit ^ (16 * i)) + atom * ATOM_BYTES
+                ptx.shared_store_x4(place, *values[4 * at + i])
+        key = lane >> 3
+        unit = start + (ATOMS - 1) * ATOM_BYTES + key * 128 + ((lane & 7) ^ key) * 16
+        for i, words in enumerate(values[4 * len(atoms) :]):
+            ptx.shared_store_x4((unit ^ (64 * (i & 1))) + 512 * i, *words)

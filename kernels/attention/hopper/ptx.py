@@ -62,6 +62,26 @@ def named_barrier(number: int, threads: int, *, loc: Any = None, ip: Any = None)
 
 
 @dsl_user_op
+def named_barrier_arrive(number: int, threads: int, *, loc: Any = None, ip: Any = None) -> None:
+    """Arrive at a named barrier without waiting for the others."""
+    _asm([], [], f"bar.arrive {number}, {threads};", "~{memory}", True, loc, ip)
+
+
+@dsl_user_op
+def prefetch_l2(address: Int64, *, loc: Any = None, ip: Any = None) -> None:
+    """Bring the 32 bytes at a global address, or more, into L2."""
+    _asm([], [address], "prefetch.global.L2 [$0];", "l", True, loc, ip)
+
+
+@dsl_user_op
+def shuffle_xor(x: Any, mask: int, *, loc: Any = None, ip: Any = None) -> Any:
+    """The 32-bit value of lane (own lane xor mask); every lane of the warp must take part."""
+    kind = "f" if isinstance(x, Float32) else "r"
+    text = f"shfl.sync.bfly.b32 $0, $1, {mask}, 0x1f, 0xffffffff;"
+    return _asm([type(x)], [x], text, f"={kind},{kind}", True, loc, ip)
+
+
+@dsl_user_op
 def shared_store_u16(address: Int32, a: Uint32, *, loc: Any = None, ip: Any = None) -> None:
     """Store the low half of a register to shared memory."""
     text = "{.reg .b16 h; cvt.u16.u32 h, $1; st.shared.b16 [$0], h;}"
@@ -131,6 +151,7 @@ def wgmma_ss(
     b: Int64,
     steps: Sequence[tuple[int, int]],
     trans_b: int,
+    parts: Sequence[tuple[int, int]] = (),
     *,
     loc: Any = None,
     ip: Any = None,
@@ -138,7 +159,8 @@ def wgmma_ss(
     """Products of 16 bf16 each, both operands in shared memory, committed as one group.
 
     sums: accumulators of m64n(2 len)k16, or their number when the first product starts them;
-    steps: byte offsets of A and B for each product; trans_b 1: B is MN-major.
+    steps: byte offsets of A and B for each product; trans_b 1: B is MN-major; parts: the sums are
+    cut into parts of so many, whose columns of B lie at these byte offsets.
     """
     fresh = isinstance(sums, int)
     n = sums if isinstance(sums, int) else len(sums)
@@ -146,12 +168,14 @@ def wgmma_ss(
     lines = ["{.reg .pred p; .reg .b64 a, b;", "wgmma.fence.sync.aligned;"]
     for i, (step_a, step_b) in enumerate(steps):
         keep = 0 if fresh and i == 0 else 1
-        lines += [
-            f"setp.ne.b32 p, {keep}, 0;",
-            f"add.s64 a, ${first}, {step_a >> 4};",
-            f"add.s64 b, ${first + 1}, {step_b >> 4};",
-            f"{_product(n)} {_places(0, n)}, a, b, p, 1, 1, 0, {trans_b};",
-        ]
+        lines += [f"setp.ne.b32 p, {keep}, 0;", f"add.s64 a, ${first}, {step_a >> 4};"]
+        start = 0
+        for size, part_step in parts or ((n, 0),):
+            lines += [
+                f"add.s64 b, ${first + 1}, {(step_b + part_step) >> 4};",
+                f"{_product(size)} {_places(start, size)}, a, b, p, 1, 1, 0, {trans_b};",
+            ]
+            start += size
     lines.append("wgmma.commit_group.sync.aligned;}")
     return _wgmma(sums, [a, b], "l,l", "\n".join(lines), loc, ip)
 
@@ -163,6 +187,7 @@ def wgmma_rs(
     b: Int64,
     steps: Sequence[int],
     trans_b: int,
+    parts: Sequence[tuple[int, int]] = (),
     *,
     loc: Any = None,
     ip: Any = None,
@@ -171,10 +196,14 @@ def wgmma_rs(
     n = len(sums)
     lines = ["{.reg .pred p; .reg .b64 b;", "setp.ne.b32 p, 1, 0;", "wgmma.fence.sync.aligned;"]
     for i, step_b in enumerate(steps):
-        lines += [
-            f"add.s64 b, ${2 * n + len(a)}, {step_b >> 4};",
-            f"{_product(n)} {_places(0, n)}, {_places(2 * n + 4 * i, 4)}, b, p, 1, 1, {trans_b};",
-        ]
+        four = _places(2 * n + 4 * i, 4)
+        start = 0
+        for size, part_step in parts or ((n, 0),):
+            lines += [
+                f"add.s64 b, ${2 * n + len(a)}, {(step_b + part_step) >> 4};",
+                f"{_product(size)} {_places(start, size)}, {four}, b, p, 1, 1, {trans_b};",
+            ]
+            start += size
     lines.append("wgmma.commit_group.sync.aligned;}")
     return _wgmma(sums, [*a, b], "r," * len(a) + "l", "\n".join(lines), loc, ip)
 

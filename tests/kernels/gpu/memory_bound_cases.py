@@ -8,6 +8,7 @@ The expected latents are computed by the reference's float32 steps on the device
 on the CPU, since torch divides by a scalar on a GPU with a reciprocal, which moves exact ties.
 """
 
+import dataclasses
 import random
 
 import torch
@@ -220,6 +221,7 @@ class Batch:
             slots=torch.tensor(order, dtype=torch.int64, device=device),
             write_rows=torch.tensor(rows, dtype=torch.int64, device=device),
             write_locs=torch.tensor(locs, dtype=torch.int64, device=device),
+            disjoint=all(p == 0 or n == 1 for n, p in zip(lengths, prefixes, strict=True)),
         )
         self.positions = torch.tensor(all_positions, dtype=torch.int64, device=device)
 
@@ -233,8 +235,8 @@ class Batch:
             turn = torch.arange(count, device=device) + phase
             return torch.tensor([-1, 0, size], device=device)[turn % 3]
 
-        self.plan = reference.CompressPlan(
-            ratio=self.ratio,
+        self.plan = dataclasses.replace(
+            plan,
             source=torch.cat((plan.source, none[:, None].expand(-1, plan.source.shape[1]))),
             positions=torch.cat((plan.positions, none * 0)),
             slots=torch.cat((plan.slots, none)),
@@ -315,25 +317,46 @@ def check_compress(op, device, ratio, layout, kind, dtype, weight_dtype, padding
     return assert_encodes(pool, batch.plan.slots, latent, tolerance, layout, what)
 
 
+def check_one_launch(op, device, ratio, layout, lengths, prefixes, padding):
+    """A disjoint plan leaves the same bytes as one whose rows are written after the windows."""
+    batch = Batch(ratio, lengths, prefixes, layout.head_dim, torch.bfloat16, device)
+    assert batch.plan.disjoint
+    batch.pad(padding, padding)
+    # Padding among the windows and the rows too.
+    batch.plan.slots[2::5] = -1
+    batch.plan.write_locs[1::7] = -1
+    weight = torch.rand(layout.head_dim, device=device) + 0.5
+    table = rope_table(device, compressed=True)
+    pool = garbage_pool(layout, len(batch.plan.slots) // layout.page_size + 1, device)
+    pools, states = [pool, pool.clone()], [batch.state, batch.state.clone()]
+    for disjoint in (False, True):
+        batch.plan = dataclasses.replace(batch.plan, disjoint=disjoint)
+        batch.run(op, states[disjoint], pools[disjoint], layout, weight, table)
+    what = f"one launch, ratio {ratio} {layout.tag}"
+    assert_same_bytes(pools[1], pools[0], f"{what}: pool")
+    found, wanted = (s.view(torch.int32).cpu() for s in reversed(states))
+    assert torch.equal(found, wanted), f"{what}: state differs"
+
+
 def check_chunked_prefill(op, device, ratio, layout, dtype, cut=1301, length=2048):
     """A prompt in two passes leaves the same bytes as in one: the state loses nothing."""
     width = layout.head_dim
     whole = Batch(ratio, [length], [0], width, dtype, device)
     first = Batch(ratio, [cut], [0], width, dtype, device)
     second = Batch(ratio, [length - cut], [cut], width, dtype, device)
+    done = 0
+    for batch in (first, second, whole):
+        start = 0 if batch is whole else done
+        done = start + len(batch.plan.slots)
+        batch.plan.slots.copy_(torch.arange(start, done))
     weight = torch.rand(width, device=device) + 0.5
     table = rope_table(device, compressed=True)
     pools = [garbage_pool(layout, length // ratio // layout.page_size + 1, device)]
     pools.append(pools[0].clone())
     states = [torch.full_like(whole.state, torch.nan) for _ in range(2)]
-    whole.plan.slots.copy_(torch.arange(len(whole.plan.slots)))
     whole.run(op, states[0], pools[0], layout, weight, table)
-    done = 0
     for part, rows in ((first, slice(0, cut)), (second, slice(cut, length))):
         part.kv, part.gate, part.bias = whole.kv[rows], whole.gate[rows], whole.bias
-        count = len(part.plan.slots)
-        part.plan.slots.copy_(torch.arange(done, done + count))
-        done += count
         part.run(op, states[1], pools[1], layout, weight, table)
     what = f"chunked prefill ratio {ratio} {layout.tag}"
     assert_same_bytes(pools[1], pools[0], f"{what}: pool")

@@ -48,6 +48,23 @@ def test_chunks_leave_the_bytes_of_the_whole(ratio, layout):
     cases.check_chunked_prefill(compress_store, "cuda", ratio, layout, torch.bfloat16)
 
 
+@pytest.mark.parametrize("padding", [0, 9])
+@pytest.mark.parametrize(
+    ("lengths", "prefixes"),
+    [
+        ([1] * 256, [1000 + 37 * i for i in range(256)]),
+        ([1] * 40, [128 * i + 127 for i in range(40)]),
+        ([1] * 3, [127, 3, 256]),
+        ([4096], [0]),
+        ([700, 5, 1, 130, 257], [0] * 5),
+    ],
+    ids=["decode", "decode-close", "decode-few", "prefill", "prefills"],
+)
+@pytest.mark.parametrize(("ratio", "layout"), TARGETS, ids=IDS)
+def test_one_launch_and_two_leave_the_same_bytes(ratio, layout, lengths, prefixes, padding):
+    cases.check_one_launch(compress_store, "cuda", ratio, layout, lengths, prefixes, padding)
+
+
 def test_nothing_to_do_and_refusals():
     layout = RecordLayout(KVFormat.NVFP4, 64)
     batch = cases.Batch(4, [3], [4], 512, torch.bfloat16, "cuda")

@@ -11,7 +11,7 @@ from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.kernels.mhc.mhc import hc_head, hc_post, hc_post_pre, hc_pre
 
 # Around the bounds between kernels, and of their tiles of 16 and 128 tokens.
-TOKENS = (0, 1, 5, 16, 64, 65, 128, 256, 257, 390)
+TOKENS = (0, 1, 5, 16, 64, 65, 256, 512, 513, 646)
 WIDTHS = (32, 96, 4096, 7168)
 
 
@@ -28,7 +28,7 @@ def test_pre_of_flat_and_of_steep_weights(spread):
     cases.check_pre(hc_pre, cases.random_streams(64, 256, "cuda"), p)
 
 
-@pytest.mark.parametrize("tokens", [5, 300])
+@pytest.mark.parametrize("tokens", [5, 600])
 def test_pre_of_strided_streams(tokens):
     streams = cases.random_streams(tokens, 256, "cuda")
     p = cases.parameters(256, 24, "cuda")
@@ -39,7 +39,7 @@ def test_pre_of_strided_streams(tokens):
 
 
 @pytest.mark.parametrize("hidden", [96, 4096, 7168])
-@pytest.mark.parametrize("tokens", [1, 17, 65, 257, 2100])
+@pytest.mark.parametrize("tokens", [1, 17, 65, 513, 2100])
 def test_rows_do_not_see_each_other(tokens, hidden):
     p = cases.parameters(hidden, 24, "cuda")
     cases.check_rows_alone(hc_pre, cases.random_streams(tokens, hidden, "cuda"), p)
@@ -62,7 +62,7 @@ def test_post(tokens, hidden):
 
 
 @pytest.mark.parametrize("hidden", [96, 4096, 7168])
-@pytest.mark.parametrize("tokens", [1, 17, 64, 65, 300])
+@pytest.mark.parametrize("tokens", [1, 17, 64, 65, 600])
 def test_norm(tokens, hidden):
     weight = (torch.rand(hidden, device="cuda") + 0.5).bfloat16()
     p = cases.parameters(hidden, 24, "cuda")
@@ -112,7 +112,7 @@ def test_refusals():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [16, 300])
+@pytest.mark.parametrize("tokens", [16, 600])
 def test_thousand_repeats_are_bitwise_equal(tokens):
     p = cases.parameters(4096, 24, "cuda")
     streams = torch.randn(tokens, 4, 4096, device="cuda").bfloat16()

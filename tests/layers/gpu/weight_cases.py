@@ -1,7 +1,6 @@
 """SGLang on one GPU without a server, and layers with random NVFP4 weights."""
 
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any, NamedTuple
 
 import torch
@@ -43,12 +42,11 @@ PRO = {
 class Published(NamedTuple):
     """Shapes of a published model: (out, in) of its linear layers, "/8" those of a rank of eight.
 
-    ``groups`` of o_a_proj, each [1024, 4096]; ``hidden``, ``inner`` and ``experts`` of the MoE;
-    ``expert_ranks`` that share the experts whose time is taken, so that bfloat16 ones fit too.
+    ``hidden``, ``inner`` and ``experts`` of the MoE; ``expert_ranks`` that share the experts whose
+    time is taken, so that bfloat16 ones fit too.
     """
 
     linear: dict[str, tuple[int, int]]
-    groups: int
     hidden: int
     inner: int
     experts: int
@@ -56,8 +54,8 @@ class Published(NamedTuple):
 
 
 MODELS = {
-    "flash": Published(FLASH, 8, 4096, 2048, 256, 1),
-    "pro": Published(PRO, 16, 7168, 3072, 384, 8),
+    "flash": Published(FLASH, 4096, 2048, 256, 1),
+    "pro": Published(PRO, 7168, 3072, 384, 8),
 }
 
 
@@ -156,25 +154,6 @@ def fill(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor, width
     scale.data.copy_(torch.exp2(exponent).to(torch.float8_e4m3fn))
     # e2m1 has a root mean square of 2.9, 2^(8 u) of 110.
     scale_2.data.fill_(width**-0.5 / 320)
-
-
-def random_grouped(groups: int, rank: int, width: int) -> tuple[Any, torch.Tensor]:
-    from sglang.srt.model_loader.utils import set_default_torch_dtype
-
-    from sglang_dsv4.checkpoint.quant import QuantKind
-    from sglang_dsv4.layers.grouped_linear import GroupedLinear
-    from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
-
-    dims = SimpleNamespace(
-        num_attention_heads=groups * width // 512, head_dim=512, o_groups=groups, o_lora_rank=rank
-    )
-    quant = Dsv4QuantConfig({"m.o_a_proj": QuantKind.NVFP4})
-    with set_default_torch_dtype(BF16):
-        layer = GroupedLinear(dims, quant, "m.o_a_proj")
-    fill(layer.weight, layer.weight_scale, layer.weight_scale_2, width)
-    weight = dense_weight(layer).unflatten(0, (groups, rank))
-    layer.quant_method.process_weights_after_loading(layer)
-    return layer, weight
 
 
 def random_experts(experts: int, hidden: int, inner: int, nvfp4: bool) -> tuple[Any, Any]:

@@ -1,0 +1,1 @@
+"""NVFP4 linear layers on sm_90."""

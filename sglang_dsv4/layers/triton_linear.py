@@ -1,0 +1,38 @@
+"""NVFP4 linear layers on sm_90 by this project's Triton kernel (``kernels.linear``): W4A16.
+
+``input_scale`` is not used. Any shape: columns are padded with zeros to blocks of 128, in the
+weight only.
+"""
+
+from typing import Any
+
+import torch
+
+from sglang_dsv4.kernels.linear.linear import counters, nvfp4_linear
+from sglang_dsv4.kernels.linear.packing import pack_weight
+from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod
+
+
+class TritonLinearMethod(Nvfp4LinearMethod):
+    """A linear layer; 4-bit weights stay so in memory."""
+
+    def process_weights_after_loading(self, layer: Any) -> None:
+        """Reorder the weight.
+
+        The parts of a fused module share one ``weight_scale_2`` by now (``checkpoint.scales``).
+        """
+        weight, scale = pack_weight(layer.weight.data, layer.weight_scale.data)
+        outer = layer.weight_scale_2.data.max().reshape(1)
+        delattr(layer, "input_scale")
+        for name, value in (("weight", weight), ("weight_scale", scale), ("weight_scale_2", outer)):
+            delattr(layer, name)
+            layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+        layer.arrived = counters(weight.shape[0], weight.device)
+
+    def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
+        """x bfloat16 [..., in] -> [..., out]."""
+        out = nvfp4_linear(
+            x.flatten(0, -2), layer.weight, layer.weight_scale, layer.weight_scale_2, layer.arrived
+        )
+        out = out.unflatten(0, x.shape[:-1])
+        return out if bias is None else out + bias
