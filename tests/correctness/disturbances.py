@@ -62,11 +62,9 @@ def hide_compressed(runner: Runner, patch: Patch, layer_ids: tuple[int, ...]) ->
 def select_recent(runner: Runner, patch: Patch, chosen_layer: int) -> None:
     select = Dsv4AttentionBackend.select
 
-    def recent(
-        self, layer_id: int, q: Tensor, weights: Tensor, topk: int, table: Tensor
-    ) -> EntryLists:
+    def recent(self, layer_id: int, q: Tensor, weights: Tensor, topk: int) -> EntryLists:
         if layer_id != chosen_layer:
-            return select(self, layer_id, q, weights, topk, table)
+            return select(self, layer_id, q, weights, topk)
         meta = self.forward_metadata
         per_page = meta.page_size // 4
         entry = (meta.c4_visible[:, None] - 1 - torch.arange(topk)).clamp(min=0)

@@ -6,29 +6,31 @@ from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.kernels.attention.plan import Kernel, Plan, plan_cost, plan_for
 
 SMS = 132
-# (heads, tokens, top-k): microseconds by (kernel, heads of a block, splits), window 128. The wide
-# kernel's are those of the form before the present one.
+# (heads, tokens, top-k): microseconds by (kernel, heads of a block, splits), window 128.
 TIMED = {
     (8, 16, 1024): {("portable", 8, 9): 17.0, ("narrow", 8, 9): 16.2},
     (8, 256, 512): {("portable", 8, 1): 42.3, ("narrow", 8, 1): 35.5},
     (8, 256, 1024): {("portable", 8, 1): 69.0, ("narrow", 8, 1): 55.7},
     (16, 256, 512): {("narrow", 16, 1): 41.9},
     (16, 256, 1024): {("narrow", 16, 1): 68.1, ("portable", 16, 1): 78.7},
-    (64, 64, 512): {("wide", 64, 1): 32.8, ("wide", 64, 2): 35.7},
-    (64, 128, 1024): {("wide", 64, 1): 57.2},
-    (64, 256, 1024): {("wide", 64, 1): 109.0},
-    (128, 64, 1024): {("wide", 64, 1): 52.9, ("wide", 64, 2): 88.3},
-    (128, 256, 512): {("wide", 64, 1): 132.1},
-    (128, 256, 1024): {("wide", 64, 1): 202.3},
+    (64, 64, 512): {("wide", 64, 1): 30.9, ("wide", 64, 2): 38.2},
+    (64, 128, 1024): {("wide", 64, 1): 52.3},
+    (64, 256, 1024): {("wide", 64, 1): 102.8},
+    (128, 16, 1024): {("wide", 64, 3): 33.0, ("wide", 64, 5): 45.9},
+    (128, 64, 1024): {("wide", 64, 1): 49.9},
+    (128, 256, 512): {("wide", 64, 1): 126.3},
+    (128, 256, 1024): {("wide", 64, 1): 194.7},
 }
 
 
 @pytest.mark.parametrize("row", TIMED, ids=lambda row: "H{} b{} k{}".format(*row))
 def test_the_fastest_timed_kernel_is_chosen(row):
     heads, tokens, topk = row
-    kernel, head_tile, _ = min(TIMED[row], key=TIMED[row].get)
+    kernel, head_tile, splits = min(TIMED[row], key=TIMED[row].get)
     plan = plan_for(tokens, heads, 2 + topk // 64, SMS, "sm_90a")
     assert (plan.kernel, plan.head_tile) == (kernel, head_tile)
+    if len(TIMED[row]) > 1 and kernel == "wide":
+        assert plan.splits == splits
 
 
 def test_estimates_are_near_the_times():
@@ -38,7 +40,7 @@ def test_estimates_are_near_the_times():
             plan = Plan(Kernel(kernel), head_tile, splits)
             cost = plan_cost(plan, tokens, heads, 2 + topk // 64, SMS)
             errors.append(abs(cost / timed - 1))
-    # The fit's mean error is 3%, its largest 17%.
+    # The fit's mean error is 3%, its largest 17%; 7% and 18% for the wide kernel.
     assert sum(errors) / len(errors) < 0.08
     assert max(errors) < 0.2
 

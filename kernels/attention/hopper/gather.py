@@ -16,11 +16,11 @@ it. Eight lanes copy the RoPE dims of a key. Both ways each eight lanes of a sto
 once. Values are decoded while their place is still being read, except where registers do not hold
 them. Words of the next tile are loaded into registers as soon as those of this one are stored.
 
-A warp's loads share one scoreboard: the wait for half 0's words is one for everything asked before,
-half 1's words included, so each tile waits for a load at once after asking for it. Nothing may
-therefore come from memory itself: records are brought into L2 AHEAD tiles earlier, four threads a
-record, their slots are loaded one tile before that, and all slots of an item were brought into L2
-one item earlier (`announce`).
+ptxas gives all loads of a warp one scoreboard, so the wait for half 0's words is one for everything
+asked before, half 1's words included. Records are therefore brought into L2 AHEAD tiles earlier,
+four threads a record, their slots are loaded one tile before that, and the slots of an item are
+brought into L2 one item earlier (`announce`). On an H200 a tile took no less time with it
+(BENCHMARKS.md).
 
 Roofline, per tile: 24 KB read, 64 KB written to shared memory (512 cycles), 3584 words to decode
 of 19 instructions each.
@@ -58,8 +58,6 @@ WARP_BYTES = 16 * 128
 GROUP_ATOMS = (((0, 1), (4, 5)), ((2, 3), (6,)))
 # Atoms of each half that a group decodes only when their place is free, for want of registers.
 LATE_ATOMS = (0, 1)
-# Whether a group asks for the next words as soon as it has decoded these, or when they are stored.
-EAGER = (False, False)
 
 
 @dataclass(frozen=True)
@@ -161,13 +159,9 @@ class Gather:
                 place, bits = start + warp * WARP_BYTES, data[half][26]
                 ask = (lists, warp, lane, key, tile, count - n, upcoming, far, where, data[half])
                 early = self._decode(half, group, lane, data[half], False)
-                if cutlass.const_expr(EAGER[group] and LATE_ATOMS[group] == 0):
-                    self._ask(half, group, *ask)
                 hopper.barrier_wait(self.empty(barriers, buffer, half), parity ^ 1)
                 self._store(half, group, place, lane, early, False)
                 late = self._decode(half, group, lane, data[half], True)
-                if cutlass.const_expr(EAGER[group] and LATE_ATOMS[group] > 0):
-                    self._ask(half, group, *ask)
                 self._store(half, group, place, lane, late, True)
                 if cutlass.const_expr(half == 0 and group == 0):  # noqa: SIM102 (static first)
                     if lane == 0:
@@ -176,8 +170,7 @@ class Gather:
                 cute.arch.sync_warp()
                 if lane == 0:
                     hopper.barrier_arrive(self.full(barriers, buffer, half))
-                if cutlass.const_expr(not EAGER[group]):
-                    self._ask(half, group, *ask)
+                self._ask(half, group, *ask)
 
     @cute.jit
     def _ask(
