@@ -20,6 +20,7 @@ import triton
 import triton.language as tl
 from triton.tools.tensor_descriptor import TensorDescriptor
 
+from sglang_dsv4.kernels.hardware import num_sms
 from sglang_dsv4.layers.weight_kernels import EXPERTS_SCRATCH
 
 if TYPE_CHECKING:
@@ -214,25 +215,16 @@ class Blocks(NamedTuple):
 
 def row_blocks(ids: torch.Tensor, experts: int) -> Blocks:
     """The blocks of ``ids`` int32 [T, k], in [0, experts) or -1. Nothing is copied to the host."""
+    from sglang.srt.layers.moe.fused_moe_triton import moe_align_block_size
+
     bucket = ids.flatten().long() + 1
     counts = torch.zeros(experts + 1, dtype=torch.int32, device=ids.device)
     counts.scatter_add_(0, bucket, torch.ones_like(bucket, dtype=torch.int32))
     starts = torch.cumsum((counts + BLOCK_ROWS - 1) // BLOCK_ROWS, 0, dtype=torch.int32)
-    if ids.device.type == "cuda":
-        from sglang.srt.layers.moe.fused_moe_triton import moe_align_block_size
-
-        rows, owners, _ = moe_align_block_size(
-            ids, BLOCK_ROWS, experts, return_inactive_prefix_count=True
-        )
-        return Blocks(rows, owners, starts)
-    bucket, slot = bucket.sort(stable=True)
-    before = torch.cumsum(counts, 0) - counts
-    first = torch.cat([starts.new_zeros(1), starts])[bucket].long()
-    most = -(-len(slot) // BLOCK_ROWS) + experts + 1
-    rows = torch.full((most * BLOCK_ROWS,), len(slot), dtype=torch.int32)
-    rows[first * BLOCK_ROWS + torch.arange(len(slot)) - before[bucket]] = slot.int()
-    owners = torch.searchsorted(starts, torch.arange(most, dtype=torch.int32), right=True) - 1
-    return Blocks(rows, owners.int(), starts)
+    rows, owners, _ = moe_align_block_size(
+        ids, BLOCK_ROWS, experts, return_inactive_prefix_count=True
+    )
+    return Blocks(rows, owners, starts)
 
 
 def widen(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, first: int) -> None:
@@ -250,12 +242,6 @@ def widen(weight: torch.Tensor, scale: torch.Tensor, out: torch.Tensor, first: i
     )
 
 
-def _programs(device: torch.device) -> int:
-    if device.type != "cuda":
-        return 1
-    return torch.cuda.get_device_properties(device).multi_processor_count
-
-
 def multiply(
     x: torch.Tensor,
     weight: torch.Tensor,
@@ -270,7 +256,7 @@ def multiply(
     """The products of a part of the experts; see ``_multiply``."""
     experts, outputs, inputs = weight.shape
     columns = 128 if gated else 256
-    programs = _programs(x.device)
+    programs = num_sms(x.device.index)
     _multiply[(programs,)](
         x,
         TensorDescriptor.from_tensor(weight.view(-1, inputs), [columns, _DEPTH]),
@@ -334,7 +320,7 @@ def experts_prefill(
             dense = scratch[: count * shape[0] * shape[1]].view(count, *shape)
             widen(weight, scale, dense, first)
             multiply(source, dense, outer, routed, blocks, target, first, limit, gated)
-    programs = _programs(x.device)
+    programs = num_sms(x.device.index)
     _clear[(programs,)](
         blocks.rows,
         blocks.starts,

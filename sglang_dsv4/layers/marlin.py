@@ -213,9 +213,6 @@ class MarlinMoEMethod(Nvfp4MoEMethod):
         same launch, and the workspace is the layer's own instead of one cleared in every call.
         """
         expert_map = getattr(layer.dispatcher, "local_expert_mapping", None)
-        ids = dispatch_output.topk_output.topk_ids
-        if expert_map is None and worthwhile(ids, layer.w13_weight.shape[0]):
-            return self._prefill(layer, dispatch_output)
         if expert_map is None:
             return self._apart(layer, dispatch_output)
         info = MarlinMoeQuantInfo(
@@ -229,29 +226,22 @@ class MarlinMoEMethod(Nvfp4MoEMethod):
             w13_global_scale=layer.w13_weight_scale_2,
             w2_global_scale=layer.w2_weight_scale_2,
             expert_map=expert_map,
-            global_num_experts=-1 if expert_map is None else layer.num_experts,
+            global_num_experts=layer.num_experts,
         )
         return self.runner.run(dispatch_output, info)
-
-    def _prefill(self, layer: Any, dispatch_output: "DispatchOutput") -> "CombineInput":
-        from sgl_kernel import moe_sum_reduce
-        from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
-
-        topk, hidden = dispatch_output.topk_output, dispatch_output.hidden_states
-        parts = experts_prefill(
-            hidden, *packed_experts(layer), topk.topk_weights, topk.topk_ids, self.clamp
-        )
-        out = torch.empty_like(hidden)
-        moe_sum_reduce(parts, out, 1.0)
-        return StandardCombineInput(hidden_states=out)
 
     def _apart(self, layer: Any, dispatch_output: "DispatchOutput") -> "CombineInput":
         from sglang.srt.layers.moe.fused_moe_triton.fused_marlin_moe import fused_marlin_moe
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
-        topk = dispatch_output.topk_output
+        topk, hidden = dispatch_output.topk_output, dispatch_output.hidden_states
+        if worthwhile(topk.topk_ids, layer.w13_weight.shape[0]):
+            out = experts_prefill(
+                hidden, *packed_experts(layer), topk.topk_weights, topk.topk_ids, self.clamp
+            )
+            return StandardCombineInput(hidden_states=out)
         out = fused_marlin_moe(
-            hidden_states=dispatch_output.hidden_states,
+            hidden_states=hidden,
             w1=layer.w13_weight,
             w2=layer.w2_weight,
             w1_scale=layer.w13_weight_scale,

@@ -5,10 +5,12 @@ import math
 import numpy as np
 import torch
 
+from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
 from sglang_dsv4.kernels.attention import combine
 from sglang_dsv4.kernels.attention.lists import ListShape
 from sglang_dsv4.kernels.attention.operands import Numbers, Operands
 from sglang_dsv4.kernels.reference.kv_store import write_records
+from sglang_dsv4.kernels.reference.sparse_attention import sparse_attention
 
 
 def make_pool(layout, pages, generator):
@@ -97,3 +99,40 @@ def emulate(
         )
     bits = torch.from_numpy(operands.out.read().astype(np.int32)).to(torch.int16)
     return bits.view(torch.bfloat16), torch.from_numpy(operands.lse.read())
+
+
+def check_source(emulated, heads, window, comp, comp_page, lengths, sharp=1, atol=2**-7):
+    """Two tokens by a kernel's source and by the reference.
+
+    emulated(q, lists, lengths, pools, layouts, sinks, scale, out_scale) gives (out, lse); window
+    and comp: slots of a list, comp_page: entries a page of the second pool; sharp multiplies q.
+    """
+    generator = torch.Generator().manual_seed(heads * 1000 + window)
+    layouts = (RecordLayout(KVFormat.NVFP4, 64), RecordLayout(KVFormat.NVFP4, comp_page))
+    pools = (
+        make_pool(layouts[0], 3, generator),
+        make_pool(layouts[1], 96 // comp_page * 2, generator),
+    )
+    tokens = 2
+    q = (torch.randn(tokens, heads, 512, generator=generator) * sharp).bfloat16()
+    lists = tuple(
+        torch.randint(0, len(pool) * layout.page_size, (tokens, n), generator=generator)
+        for pool, layout, n in zip(pools, layouts, (window, comp), strict=True)
+    )
+    for slots in lists:
+        if slots.shape[1]:
+            slots[torch.rand(slots.shape, generator=generator) < 0.2] = -1
+            slots[0, -1] = 2**40
+    if window:
+        lists[0][1] = -1
+    if lengths is not None:
+        lengths = torch.tensor(lengths, dtype=torch.int32)
+    sinks = torch.randn(heads, generator=generator)
+    scale = 512**-0.5
+    args = (lists[0], pools[0], layouts[0], lists[1], pools[1], layouts[1], sinks, scale, 0.5)
+    want, want_lse = sparse_attention(q, *args, lengths)
+    got, lse = emulated(q, lists, lengths, pools, layouts, sinks, scale, 0.5)
+    # Weights are rounded to bf16 (2^-9 relative) before they meet values up to 20, in both, at
+    # different origins; the output is rounded to bf16 (2^-9).
+    torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=atol)
+    torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)

@@ -17,12 +17,29 @@ def bfloat16_dot(_, left, right, total, *options):
     return type(total)(left @ right + total.data, total.dtype)
 
 
+def align(ids, block, experts, *, return_inactive_prefix_count):
+    """SGLang's ``moe_align_block_size``, which needs a GPU: slots without an expert come first."""
+    assert return_inactive_prefix_count
+    flat, rows, owners = ids.flatten(), [], []
+    for expert in range(-1, experts):
+        own = (flat == expert).nonzero().flatten().tolist()
+        own += [len(flat)] * (-len(own) % block)
+        rows += own
+        owners += [expert] * (len(own) // block)
+    counts = torch.tensor([len(rows), owners.count(-1)], dtype=torch.int32)
+    return torch.tensor(rows, dtype=torch.int32), torch.tensor(owners, dtype=torch.int32), counts
+
+
 @pytest.fixture
 def module(monkeypatch):
+    from sglang.srt.layers.moe import fused_moe_triton
     from triton.runtime.interpreter import InterpreterBuilder
 
     monkeypatch.setattr(InterpreterBuilder, "create_dot", bfloat16_dot)
-    return interpreted("sglang_dsv4.layers.experts_prefill", monkeypatch)
+    monkeypatch.setattr(fused_moe_triton, "moe_align_block_size", align)
+    module = interpreted("sglang_dsv4.layers.experts_prefill", monkeypatch)
+    monkeypatch.setattr(module, "num_sms", lambda index: 1)
+    return module
 
 
 @pytest.mark.parametrize("shape", [(128, 64), (256, 192)])
