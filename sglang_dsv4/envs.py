@@ -12,10 +12,12 @@ PREFIX = "SGLANG_DSV4_NVFP4_"
 
 T = TypeVar("T")
 
-WEIGHT_KERNELS = ("marlin", "triton", "flashinfer", "dequant")
+WEIGHT_KERNELS = ("marlin", "triton", "cutedsl", "flashinfer", "dequant")
 """Ways to hold NVFP4 weights on a GPU (``layers.weight_kernels``)."""
 ATTENTION_KERNELS = ("portable", "wide", "narrow")
 """Kernels of sparse attention on a GPU (``kernels.attention.plan``)."""
+PREFILL_PRECISIONS = ("bf16", "fp8")
+"""Precisions of large prefill batches (``layers.prefill_precision``)."""
 
 _TRUE = ("1", "true", "yes", "on")
 _FALSE = ("0", "false", "no", "off")
@@ -93,8 +95,9 @@ WEIGHT_KERNEL = EnvVar(
     PREFIX + "WEIGHT_KERNEL",
     _one_of(WEIGHT_KERNELS),
     "",
-    "How NVFP4 weights run on a GPU: marlin, triton (linear layers on Hopper), flashinfer, or "
-    "dequant (bfloat16 from load on, four times the memory); the architecture decides when unset.",
+    "How NVFP4 weights run on a GPU: marlin, triton (linear layers on Hopper), cutedsl (Hopper and "
+    "Blackwell; compiled and emulated, not run), flashinfer, or dequant (bfloat16 from load on, "
+    "four times the memory); the architecture decides when unset.",
 )
 ATTENTION_KERNEL = EnvVar(
     PREFIX + "ATTENTION_KERNEL",
@@ -103,6 +106,13 @@ ATTENTION_KERNEL = EnvVar(
     "Kernel of sparse attention on a GPU: portable (any), wide or narrow (Hopper); the fastest by "
     "estimate when unset.",
 )
+PREFILL = EnvVar(
+    PREFIX + "PREFILL",
+    _one_of(PREFILL_PRECISIONS),
+    "bf16",
+    "Precision in which large prefill batches multiply NVFP4 weights: bf16, or fp8 on Hopper "
+    "(twice the matrix rate, activations rounded to e4m3; compiled and interpreted, not run).",
+)
 
 ALL: tuple[EnvVar, ...] = (
     REFERENCE_ON_GPU,
@@ -110,6 +120,7 @@ ALL: tuple[EnvVar, ...] = (
     KERNEL_CACHE,
     WEIGHT_KERNEL,
     ATTENTION_KERNEL,
+    PREFILL,
 )
 
 
@@ -139,3 +150,8 @@ def weight_kernel() -> str | None:
 def attention_kernel() -> str | None:
     """The forced kernel of sparse attention on a GPU; None lets the estimates decide."""
     return ATTENTION_KERNEL.get() or None
+
+
+def prefill_precision() -> str:
+    """The precision of large prefill batches, one of ``PREFILL_PRECISIONS``."""
+    return PREFILL.get()

@@ -10,6 +10,7 @@ SGLang's own estimates (arg_groups/memory_hook.py). No GPU's real use was compar
 import argparse
 import math
 import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -27,6 +28,14 @@ _SPLIT = re.compile(
     r"(self_attn\.(q_b_proj|o_a_proj|o_b_proj)"
     r"|mlp\.(shared_)?experts\.[\w.]+_proj|model\.embed_tokens|lm_head)(\.|$)"
 )
+# Projections that are served as one matrix, stacked along the output, with their parents.
+_FUSED = re.compile(
+    r"(self_attn\.(q_a|kv)_proj|(compressor|indexer)[\w.]*\.(kv|gate)_proj"
+    r"|shared_experts\.(gate|up)_proj)$"
+)
+# Kernels that widen a linear layer's weight to bfloat16 in a large batch.
+_WIDENING = (WeightKernel.TRITON, WeightKernel.CUTEDSL)
+_WIDENED_COLUMNS = 128
 BF16 = 2
 # SGLang's choices for a GPU of at least 90 GiB (memory_hook.py, deepseek_v4_hook.py).
 RUNNING_REQUESTS = 256
@@ -154,6 +163,27 @@ def weight_bytes(
     return whole + split, whole + -(-split // tp)
 
 
+def linear_scratch(source: ModelSource, tp: int, kernels: WeightKernels) -> int:
+    """Bytes of the largest NVFP4 linear layer of a rank, widened to bfloat16 for a product.
+
+    0 where the kernel decodes in registers. In FP8 (``layers.prefill_precision``) weight and
+    activations take a byte a value each, in a chunk of 8192 tokens of V4-Flash half as much more.
+    """
+    if kernels.linear not in _WIDENING:
+        return 0
+    sizes: Counter[str] = Counter()
+    for name, info in source.checkpoint.tensors.items():
+        module = name.removesuffix(".weight")
+        plain = info.dtype != "U8" or module == name or ".mlp.experts." in name
+        if plain or kernels.of(module) is not kernels.linear:
+            continue
+        rows, columns = info.shape[0], 2 * info.shape[1]
+        columns = -(-columns // _WIDENED_COLUMNS) * _WIDENED_COLUMNS
+        parent = module.rpartition(".")[0] if _FUSED.search(module) else module
+        sizes[parent] += BF16 * rows * columns // (tp if _SPLIT.search(name) else 1)
+    return max(sizes.values(), default=0)
+
+
 def rotary_bytes(dims: ModelDims, positions: int) -> int:
     """Bytes of the two float32 tables of that many positions, whole on every rank."""
     return 2 * positions * dims.qk_rope_head_dim * 4
@@ -230,7 +260,7 @@ def plan(
         static={**static, f"{wanted} tokens of KV": int(wanted * per_token)},
         dynamic={
             f"a chunk of {chunk} tokens": activation_bytes(dims, chunk, context, tp),
-            "kernel scratch": KERNEL_SCRATCH,
+            "kernel scratch": KERNEL_SCRATCH + linear_scratch(source, tp, kernels),
             "CUDA, NCCL, graphs": 512 * MIB
             + tp * GIB // 8
             + min(options.graph_batch or GRAPH_BATCH, requests) * 2 * MIB,

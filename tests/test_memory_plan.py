@@ -12,7 +12,7 @@ from sglang_dsv4.bench import header_only
 from sglang_dsv4.bench.published import FLASH, PRO
 from sglang_dsv4.cache.kv_layout import KVFormat
 from sglang_dsv4.errors import UnsupportedError
-from sglang_dsv4.layers.weight_kernels import EXPERTS_SCRATCH, weight_kernels
+from sglang_dsv4.layers.weight_kernels import EXPERTS_SCRATCH, WeightKernel, weight_kernels
 from sglang_dsv4.memory_plan import (
     GIB,
     KERNEL_SCRATCH,
@@ -21,6 +21,7 @@ from sglang_dsv4.memory_plan import (
     activation_bytes,
     check_ranks,
     divisors,
+    linear_scratch,
     weight_bytes,
 )
 from sglang_dsv4.model_source import ModelSource, open_source
@@ -71,7 +72,7 @@ def test_the_parts_of_v4_flash_on_two_h200(flash: ModelSource):
     assert found.tokens == int(left / 4756.2) // 256 * 256
     # Graphs 2 MiB a batch size, 1/8 GiB a rank for its peers, half a GiB for CUDA.
     assert dynamic[2] == 512 * MIB + 2 * GIB // 8 + 256 * 2 * MIB
-    assert dynamic[1] == KERNEL_SCRATCH
+    assert dynamic[1] == KERNEL_SCRATCH + 32768 * 1024 * 2 // 2  # q_b_proj's half in bfloat16
     assert found.needed == sum(static) + sum(dynamic)
     assert found.fault() == ""
     assert found.wanted() == (
@@ -93,6 +94,18 @@ def test_activations_are_those_of_the_larger_half_of_a_layer(flash: ModelSource,
     assert activation_bytes(flash.dims, tokens, context, 8) == streams + experts
     assert activation_bytes(flash.dims, tokens, 128, 8) == streams + experts
     assert activation_bytes(pro.dims, tokens, context, 8) > streams
+
+
+def test_the_largest_linear_layer_of_a_rank_is_widened(flash: ModelSource, pro: ModelSource):
+    """q_b_proj where it is split over few ranks; of eight, what each rank holds whole is larger."""
+    assert linear_scratch(flash, 1, HOPPER) == 32768 * 1024 * 2
+    # o_b_proj of V4-Pro, [7168, 16384], is larger than its q_b_proj, [65536, 1536].
+    assert linear_scratch(pro, 1, HOPPER) == 7168 * 16384 * 2
+    whole = linear_scratch(flash, 8, HOPPER)
+    assert 32768 * 1024 * 2 // 8 < whole < 32768 * 1024 * 2 // 2
+    assert linear_scratch(flash, 1, weight_kernels((9, 0), WeightKernel.CUTEDSL)) == 2**26
+    for kernels in (weight_kernels((8, 0)), weight_kernels(None), weight_kernels((10, 0))):
+        assert linear_scratch(flash, 1, kernels) == 0
 
 
 def test_a_packed_o_a_proj_counts_as_the_bfloat16_that_it_becomes(flash: ModelSource):

@@ -31,6 +31,8 @@ import triton.language as tl
 from torch import Tensor
 
 from sglang_dsv4.kernels.hardware import num_sms
+from sglang_dsv4.kernels.linear.codes import UNDO, values
+from sglang_dsv4.kernels.linear.dense import widen
 from sglang_dsv4.kernels.linear.packing import BLOCK
 
 MANY_TOKENS = 64
@@ -48,109 +50,6 @@ STAGES = 3
 """Tiles in flight."""
 
 _INTERPRETED = os.environ.get("TRITON_INTERPRET") == "1"
-_UP = tl.constexpr(2.0**119)
-_UNDO = tl.constexpr(2.0**7)
-_BIAS = tl.constexpr(2.0**126)
-_WIDEN_ROWS = 16
-
-
-@triton.jit
-def _spread(scale: tl.tensor, ROWS: tl.constexpr) -> tl.tensor:
-    """[ROWS, 4] -> [ROWS, 64], each value 16 times."""
-    return tl.reshape(tl.broadcast_to(scale[:, :, None], (ROWS, 4, 16)), (ROWS, 64))
-
-
-@triton.jit
-def _values(
-    codes: tl.tensor,
-    scale_low: tl.tensor,
-    scale_high: tl.tensor,
-    ROWS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-) -> tl.tensor:
-    """Bytes [ROWS, 64], scales [ROWS, 4] of each half -> low and high values, times 2^-7."""
-    if INTERPRETED:  # in float32: Triton's interpreter truncates to bfloat16
-        low = (codes & 15).to(tl.uint32)
-        high = (codes >> 4).to(tl.uint32)
-        low = (((low & 8) << 28) | ((low & 7) << 22)).to(tl.float32, bitcast=True) * _BIAS
-        high = (((high & 8) << 28) | ((high & 7) << 22)).to(tl.float32, bitcast=True) * _BIAS
-        low = low * _spread(scale_low.to(tl.float32), ROWS) / _UNDO
-        high = high * _spread(scale_high.to(tl.float32), ROWS) / _UNDO
-        return low, high
-    # Four bytes a register: spread two into 16-bit lanes, then sign to bit 15, magnitude to 8..6.
-    low, high = tl.inline_asm_elementwise(
-        """
-        {
-            .reg .b32 a, b, s, m;
-            prmt.b32 a, $4, 0, 0x4140;
-            prmt.b32 b, $4, 0, 0x4342;
-            shl.b32 s, a, 12;
-            shl.b32 m, a, 6;
-            and.b32 s, s, 0x80008000;
-            and.b32 m, m, 0x01C001C0;
-            or.b32 $0, s, m;
-            shl.b32 s, b, 12;
-            shl.b32 m, b, 6;
-            and.b32 s, s, 0x80008000;
-            and.b32 m, m, 0x01C001C0;
-            or.b32 $1, s, m;
-            shl.b32 s, a, 8;
-            shl.b32 m, a, 2;
-            and.b32 s, s, 0x80008000;
-            and.b32 m, m, 0x01C001C0;
-            or.b32 $2, s, m;
-            shl.b32 s, b, 8;
-            shl.b32 m, b, 2;
-            and.b32 s, s, 0x80008000;
-            and.b32 m, m, 0x01C001C0;
-            or.b32 $3, s, m;
-        }
-        """,
-        "=r,=r,=r,=r,r",
-        [codes],
-        dtype=(tl.bfloat16, tl.bfloat16),
-        is_pure=True,
-        pack=4,
-    )
-    low *= _spread((scale_low.to(tl.float32) * _UP).to(tl.bfloat16), ROWS)
-    high *= _spread((scale_high.to(tl.float32) * _UP).to(tl.bfloat16), ROWS)
-    return low, high
-
-
-@triton.jit
-def _product(
-    weights: tl.tensor,
-    scales: tl.tensor,
-    inputs: tl.tensor,
-    known: tl.tensor,
-    width: tl.tensor,
-    first: tl.tensor,
-    last: tl.tensor,
-    ROWS: tl.constexpr,
-    TOKENS: tl.constexpr,
-    STAGES: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-) -> tl.tensor:
-    """Float32 [ROWS, TOKENS] over 2^7: column blocks first to last of weight rows by tokens.
-
-    ``weights`` [ROWS, 64] and ``scales`` [ROWS, 4] point at block 0, ``inputs`` [TOKENS, 64] at
-    the tokens' columns 0 to 63; ``known`` [TOKENS, 1] says which tokens exist.
-    """
-    half = tl.arange(0, 64)[None, :]
-    total = tl.full((ROWS, TOKENS), 0.0, tl.float32)
-    for block in tl.range(first, last, num_stages=STAGES):
-        codes = tl.load(weights + block * 64)
-        scale_low = tl.load(scales + block * 8)
-        scale_high = tl.load(scales + block * 8 + 4)
-        column = block * 128 + half
-        x_low = tl.load(inputs + block * 128, mask=known & (column < width), other=0.0)
-        x_high = tl.load(inputs + block * 128 + 64, mask=known & (column + 64 < width), other=0.0)
-        low, high = _values(codes, scale_low, scale_high, ROWS, INTERPRETED)
-        if INTERPRETED:
-            x_low, x_high = x_low.to(tl.float32), x_high.to(tl.float32)
-        total = tl.dot(low, tl.trans(x_low), total)
-        total = tl.dot(high, tl.trans(x_high), total)
-    return total
 
 
 @triton.jit(do_not_specialize=["tokens"])
@@ -178,20 +77,26 @@ def _few(
     row = tile * ROWS + tl.arange(0, ROWS)
     # Rows beyond the last read the last one; they are not stored.
     source = tl.minimum(row, rows - 1).to(tl.int64)[:, None]
-    total = _product(
-        weight + source * (blocks * 64) + tl.arange(0, 64)[None, :],
-        scale + source * (blocks * 8) + tl.arange(0, 4)[None, :],
-        x + token[:, None].to(tl.int64) * x_stride + tl.arange(0, 64)[None, :],
-        token[:, None] < tokens,
-        width,
-        blocks * split // SPLITS,
-        blocks * (split + 1) // SPLITS,
-        ROWS,
-        TOKENS,
-        STAGES,
-        INTERPRETED,
-    )
-    factor = tl.load(scale_2) * _UNDO
+    half = tl.arange(0, 64)[None, :]
+    weights = weight + source * (blocks * 64) + half
+    scales = scale + source * (blocks * 8) + tl.arange(0, 4)[None, :]
+    inputs = x + token[:, None].to(tl.int64) * x_stride + half
+    known = token[:, None] < tokens
+    total = tl.full((ROWS, TOKENS), 0.0, tl.float32)
+    first, last = blocks * split // SPLITS, blocks * (split + 1) // SPLITS
+    for block in tl.range(first, last, num_stages=STAGES):
+        codes = tl.load(weights + block * 64)
+        scale_low = tl.load(scales + block * 8)
+        scale_high = tl.load(scales + block * 8 + 4)
+        column = block * 128 + half
+        x_low = tl.load(inputs + block * 128, mask=known & (column < width), other=0.0)
+        x_high = tl.load(inputs + block * 128 + 64, mask=known & (column + 64 < width), other=0.0)
+        low, high = values(codes, scale_low, scale_high, ROWS, INTERPRETED)
+        if INTERPRETED:
+            x_low, x_high = x_low.to(tl.float32), x_high.to(tl.float32)
+        total = tl.dot(low, tl.trans(x_low), total)
+        total = tl.dot(high, tl.trans(x_high), total)
+    factor = tl.load(scale_2) * UNDO
     offset = token[None, :].to(tl.int64) * rows + row[:, None]
     mask = (row < rows)[:, None] & (token[None, :] < tokens)
     if SPLITS == 1:
@@ -211,34 +116,6 @@ def _few(
                 )
             tl.store(out + offset, (total * factor).to(out.dtype.element_ty), mask=mask)
             tl.store(place, 0)
-
-
-@triton.jit
-def _widen(
-    weight: tl.tensor,
-    scale: tl.tensor,
-    scale_2: tl.tensor,
-    out: tl.tensor,
-    rows: tl.tensor,
-    blocks: tl.tensor,
-    ROWS: tl.constexpr,
-    INTERPRETED: tl.constexpr,
-) -> None:
-    row = (tl.program_id(0) * ROWS + tl.arange(0, ROWS)).to(tl.int64)
-    block = tl.program_id(1)
-    mask = (row < rows)[:, None]
-    half = tl.arange(0, 64)[None, :]
-    group = tl.arange(0, 4)[None, :]
-    codes = tl.load(weight + row[:, None] * (blocks * 64) + block * 64 + half, mask=mask, other=0)
-    place = scale + row[:, None] * (blocks * 8) + block * 8 + group
-    scale_low = tl.load(place, mask=mask, other=0.0)
-    scale_high = tl.load(place + 4, mask=mask, other=0.0)
-    low, high = _values(codes, scale_low, scale_high, ROWS, INTERPRETED)
-    factor = tl.load(scale_2) * _UNDO
-    low, high = low.to(tl.float32) * factor, high.to(tl.float32) * factor
-    target = out + row[:, None] * (blocks * 128) + block * 128 + half
-    tl.store(target, low.to(out.dtype.element_ty), mask=mask)
-    tl.store(target + 64, high.to(out.dtype.element_ty), mask=mask)
 
 
 @dataclass(frozen=True)
@@ -348,21 +225,3 @@ def launch_few(
         INTERPRETED=_INTERPRETED,
         num_warps=plan.warps,
     )
-
-
-def widen(weight: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
-    """The weight in bfloat16.
-
-    Args:
-        weight, scale, scale_2: as ``nvfp4_linear``.
-
-    Returns:
-        bfloat16 [out, blocks * 128].
-    """
-    rows, blocks = weight.shape[0], weight.shape[1] // (BLOCK // 2)
-    out = torch.empty((rows, blocks * BLOCK), dtype=torch.bfloat16, device=weight.device)
-    grid = (triton.cdiv(rows, _WIDEN_ROWS), blocks)
-    _widen[grid](
-        weight, scale, scale_2, out, rows, blocks, ROWS=_WIDEN_ROWS, INTERPRETED=_INTERPRETED
-    )
-    return out

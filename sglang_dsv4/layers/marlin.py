@@ -172,7 +172,15 @@ def packed_experts(layer: Any) -> tuple[MarlinExperts, MarlinExperts]:
 
 
 class MarlinMoEMethod(Nvfp4MoEMethod):
-    """Routed experts: SGLang's two Marlin products with the clamped SwiGLU between them."""
+    """Routed experts: SGLang's two Marlin products with the clamped SwiGLU between them.
+
+    Args:
+        fp8: large batches are multiplied in FP8 (``prefill_precision``).
+    """
+
+    def __init__(self, fp8: bool = False) -> None:
+        super().__init__()
+        self.fp8 = fp8
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """SGLang's Marlin runner; it takes the clamp from ``swiglu_limit``."""
@@ -201,7 +209,7 @@ class MarlinMoEMethod(Nvfp4MoEMethod):
             ):
                 parameter = torch.nn.Parameter(value, requires_grad=False)
                 layer.register_parameter(f"{name}_{suffix}", parameter)
-        compile_for(*packed_experts(layer), self.top_k, self.clamp)
+        compile_for(*packed_experts(layer), self.top_k, self.clamp, self.fp8)
         layer.workspace = marlin_utils.marlin_make_workspace(
             layer.w13_weight.device, max_blocks_per_sm=4
         )
@@ -236,9 +244,8 @@ class MarlinMoEMethod(Nvfp4MoEMethod):
 
         topk, hidden = dispatch_output.topk_output, dispatch_output.hidden_states
         if worthwhile(topk.topk_ids, layer.w13_weight.shape[0]):
-            out = experts_prefill(
-                hidden, *packed_experts(layer), topk.topk_weights, topk.topk_ids, self.clamp
-            )
+            routing = (topk.topk_weights, topk.topk_ids, self.clamp)
+            out = experts_prefill(hidden, *packed_experts(layer), *routing, self.fp8)
             return StandardCombineInput(hidden_states=out)
         out = fused_marlin_moe(
             hidden_states=hidden,

@@ -21,6 +21,7 @@ from sglang_dsv4.layers.grouped_linear import (
 from sglang_dsv4.layers.marlin import MarlinLinearMethod, MarlinMoEMethod
 from sglang_dsv4.layers.nvfp4_linear import DequantLinearMethod
 from sglang_dsv4.layers.nvfp4_moe import DequantMoEMethod
+from sglang_dsv4.layers.prefill_precision import fp8_prefill
 from sglang_dsv4.layers.triton_linear import TritonLinearMethod
 from sglang_dsv4.layers.weight_kernels import WeightKernel, WeightKernels, weight_kernels_of
 
@@ -127,11 +128,22 @@ def nvfp4_method(layer: torch.nn.Module, kernels: WeightKernels) -> QuantizeMeth
         if kernels.experts is WeightKernel.FLASHINFER:
             assert kernels.experts_runner is not None
             return FlashInferModelOptMoEMethod(kernels.experts_runner)
-        return MarlinMoEMethod() if kernels.experts is WeightKernel.MARLIN else DequantMoEMethod()
+        if kernels.experts is WeightKernel.CUTEDSL:
+            # CuTeDSL is imported here, since a CPU needs none.
+            from sglang_dsv4.layers.cutedsl_experts import CuteMoEMethod
+
+            return CuteMoEMethod(fp8_prefill(kernels))
+        if kernels.experts is WeightKernel.MARLIN:
+            return MarlinMoEMethod(fp8_prefill(kernels))
+        return DequantMoEMethod()
     if isinstance(layer, GroupedLinear):
         return DequantGroupedMethod()
     if kernels.linear is WeightKernel.FLASHINFER:
         return FlashInferLinearMethod()
+    if kernels.linear is WeightKernel.CUTEDSL:
+        from sglang_dsv4.layers.cutedsl_linear import CuteLinearMethod
+
+        return CuteLinearMethod(fp8_prefill(kernels))
     if kernels.linear is WeightKernel.TRITON:
-        return TritonLinearMethod()
+        return TritonLinearMethod(fp8_prefill(kernels))
     return MarlinLinearMethod() if kernels.linear is WeightKernel.MARLIN else DequantLinearMethod()

@@ -8,13 +8,22 @@ from typing import Any
 
 import torch
 
+from sglang_dsv4.kernels.linear.fp8 import fp8_linear, takes
 from sglang_dsv4.kernels.linear.linear import counters, nvfp4_linear
 from sglang_dsv4.kernels.linear.packing import pack_weight
 from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod
 
 
 class TritonLinearMethod(Nvfp4LinearMethod):
-    """A linear layer; 4-bit weights stay so in memory."""
+    """A linear layer; 4-bit weights stay so in memory.
+
+    Args:
+        fp8: large batches are multiplied in FP8 (``prefill_precision``).
+    """
+
+    def __init__(self, fp8: bool = False) -> None:
+        super().__init__()
+        self.fp8 = fp8
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Reorder the weight.
@@ -31,8 +40,11 @@ class TritonLinearMethod(Nvfp4LinearMethod):
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x bfloat16 [..., in] -> [..., out]."""
-        out = nvfp4_linear(
-            x.flatten(0, -2), layer.weight, layer.weight_scale, layer.weight_scale_2, layer.arrived
-        )
+        weight = (layer.weight, layer.weight_scale, layer.weight_scale_2)
+        rows = x.flatten(0, -2)
+        if self.fp8 and takes(len(rows), len(layer.weight)):
+            out = fp8_linear(rows, *weight)
+        else:
+            out = nvfp4_linear(rows, *weight, layer.arrived)
         out = out.unflatten(0, x.shape[:-1])
         return out if bias is None else out + bias

@@ -10,14 +10,16 @@
 
 marlin: W4A16, the 4-bit weight is widened to bfloat16 in registers (``layers.marlin``). triton: the
 same arithmetic by ``kernels.linear``; asked for by name it takes the linear layers only.
+cutedsl: the same arithmetic for linear layers and experts by ``kernels.linear.skinny`` and
+``kernels.experts``, on sm_90 and Blackwell, only when ``SGLANG_DSV4_NVFP4_WEIGHT_KERNEL`` asks.
 flashinfer: W4A4 on the FP4 tensor cores (``layers.flashinfer_fp4``). dequant: bfloat16 from load
 on; four times the weight memory and traffic, hence on a GPU only when
 ``SGLANG_DSV4_NVFP4_WEIGHT_KERNEL`` asks.
 
 Run on a GPU (one H200): marlin in every linear and experts shape of V4-Flash and V4-Pro, whole and
 of a rank of eight, cosines of 0.9999 and more to the dequantised weights; triton and marlin as in
-the table in a server of the small model, answers as expected. Not run: flashinfer, marlin on other
-GPUs, dequant of linear layers and experts on a GPU.
+the table in a server of the small model, answers as expected. Compiled and emulated, not run:
+cutedsl. Not run: flashinfer, marlin on other GPUs, dequant of linear layers and experts on a GPU.
 
 ModelOpt leaves o_a_proj in bfloat16, a batched product; a packed one becomes that on every device.
 """
@@ -40,6 +42,7 @@ class WeightKernel(Enum):
     DEQUANT = "dequant"
     MARLIN = "marlin"
     TRITON = "triton"
+    CUTEDSL = "cutedsl"
     FLASHINFER = "flashinfer"
 
 
@@ -67,7 +70,7 @@ class WeightKernels:
 
 
 _MARLIN_FIRST, _MARLIN_LAST = (8, 0), (9, 0)
-_TRITON = (9, 0)
+_HOPPER = (9, 0)
 _TRTLLM = ((10, 0), (10, 3))
 _CUTLASS = ((12, 0), (12, 1))
 
@@ -85,7 +88,7 @@ def weight_kernels(
         UnsupportedError: the device has no kernel, or not the forced one.
     """
     marlin, dequant, flashinfer = WeightKernel.MARLIN, WeightKernel.DEQUANT, WeightKernel.FLASHINFER
-    triton = WeightKernel.TRITON
+    triton, cutedsl = WeightKernel.TRITON, WeightKernel.CUTEDSL
     if capability is None:
         if forced not in (None, dequant):
             raise UnsupportedError(
@@ -104,11 +107,18 @@ def weight_kernels(
     why = f"{WEIGHT_KERNEL.name} asks for it"
     if forced is dequant:
         return WeightKernels(device, dequant, dequant, "triton", why)
-    if forced is triton and capability != _TRITON:
+    if forced is triton and capability != _HOPPER:
         raise UnsupportedError(
             f"{WEIGHT_KERNEL.name}=triton was asked for on {device}, for which that kernel is not "
             f"made, wanted sm_90: unset it."
         )
+    if forced is cutedsl:
+        if capability != _HOPPER and not blackwell:
+            raise UnsupportedError(
+                f"{WEIGHT_KERNEL.name}=cutedsl was asked for on {device}, for which that kernel is "
+                f"not made, wanted sm_90 or Blackwell: unset it."
+            )
+        return WeightKernels(device, cutedsl, cutedsl, "marlin", why)
     if forced is marlin or not blackwell:
         if forced is flashinfer:
             raise UnsupportedError(
@@ -117,7 +127,7 @@ def weight_kernels(
             )
         if forced is None:
             why = f"{device} has no FP4 tensor cores: 4-bit weights, bfloat16 activations"
-        linear = triton if capability == _TRITON and forced is not marlin else marlin
+        linear = triton if capability == _HOPPER and forced is not marlin else marlin
         return WeightKernels(device, linear, marlin, "marlin", why)
     if forced is None:
         why = f"{device} multiplies FP4 by FP4"

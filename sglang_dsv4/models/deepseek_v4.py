@@ -22,6 +22,7 @@ from sglang_dsv4.config import LayerKind, ModelDims
 from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.kernels.dispatch import Operations, operations_for
 from sglang_dsv4.kernels.reference.rope import build_rope_table
+from sglang_dsv4.layers.prefill_precision import fp8_prefill
 from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
 from sglang_dsv4.layers.weight_kernels import describe, weight_kernels_of
 from sglang_dsv4.model_source import ModelSource, open_source
@@ -137,7 +138,10 @@ class DeepseekV4ForCausalLM(nn.Module):
         dims = self.source.dims
         self.quant_config = Dsv4QuantConfig(self.source.kinds)
         device = torch.empty(0).device
-        logger.info(describe(weight_kernels_of(device)))
+        kernels = weight_kernels_of(device)
+        logger.info(describe(kernels))
+        if fp8_prefill(kernels):
+            logger.info("NVFP4 weights: large prefill batches are multiplied in FP8")
         self.ops = operations_for(device)
         self.model = Model(dims, self.quant_config, self.ops, _max_position(dims))
         self.lm_head = ParallelLMHead(dims.vocab_size, dims.hidden_size)

@@ -1,4 +1,4 @@
-"""The linear kernels compile for sm_90 without a GPU, to the instructions that they claim."""
+"""Triton kernels of linear layers and a prefill's experts compile for sm_90 without a GPU."""
 
 import subprocess
 from pathlib import Path
@@ -8,16 +8,19 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_dsv4.kernels.linear import linear
+from sglang_dsv4.kernels.linear import dense, fp8_rows, linear
+from sglang_dsv4.layers import expert_products, marlin_widen
 
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
 FEW = ["*bf16", "*u8", "*fp8e4nv", "*fp32", "*bf16", "*fp32", "*i32", *["i32"] * 5]
 WIDEN = ["*u8", "*fp8e4nv", "*fp32", "*bf16", "i32", "i32"]
+QUANTIZE = ["*bf16", "*fp8e4nv", "*fp32", "i32", "i32", "i32"]
+MULTIPLY = ["*fp32", "*fp32", "*i32", "*i32", "*i32", "*bf16", *["i32"] * 5, "fp32"]
 # What torch allocates and every published width is a multiple of 16; a number of tokens is not.
-ANY = {"tokens", "blocks"}
+ANY = {"tokens", "blocks", "first", "last", "slots"}
 
 
-def disassemble(kernel, types, constants, warps, folder):
+def disassemble(kernel, types, constants, warps, folder, stages=3):
     names = kernel.arg_names
     source = ASTSource(
         fn=kernel,
@@ -26,10 +29,12 @@ def disassemble(kernel, types, constants, warps, folder):
         attrs={
             (i,): [["tt.divisibility", 16]]
             for i, name in enumerate(names[: len(types)])
-            if name not in ANY
+            if name not in ANY and types[i][0] in "*i"
         },
     )
-    binary = triton.compile(source, GPUTarget("cuda", 90, 32), {"num_warps": warps})
+    binary = triton.compile(
+        source, GPUTarget("cuda", 90, 32), {"num_warps": warps, "num_stages": stages}
+    )
     path = folder / "kernel.cubin"
     path.write_bytes(binary.asm["cubin"])
     command = [str(NVDISASM), "-c", str(path)]
@@ -51,7 +56,48 @@ def test_few_tokens(rows, splits, tokens, tmp_path):
     assert "LDL" not in sass and "STL" not in sass
 
 
-def test_widening(tmp_path):
-    constants = {"ROWS": linear._WIDEN_ROWS, "INTERPRETED": False}
-    sass = disassemble(linear._widen, WIDEN, constants, 4, tmp_path)
+@pytest.mark.parametrize("fp8", [False, True])
+def test_widening(fp8, tmp_path):
+    constants = {"ROWS": dense._ROWS, "FP8": fp8, "INTERPRETED": False}
+    types = [*WIDEN[:3], "*fp8e4nv" if fp8 else "*bf16", *WIDEN[4:]]
+    sass = disassemble(dense._widen, types, constants, 4, tmp_path)
+    assert ("E4M3" in sass.replace("F2FP.BF16.F32.PACK_AB", "")) >= fp8
+    assert "LDL" not in sass and "STL" not in sass
+
+
+@pytest.mark.parametrize("block", [1024, 4096, 16384])
+def test_rows_to_e4m3(block, tmp_path):
+    sass = disassemble(fp8_rows._quantize, QUANTIZE, {"BLOCK": block}, fp8_rows._WARPS, tmp_path)
+    assert "E4M3" in sass
+    values = block // (fp8_rows._WARPS * 32)
+    assert ("LDG.E.128" if values >= 8 else "LDG.E.64") in sass
+    assert "LDL" not in sass and "STL" not in sass
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_widening_from_marlins_order(fp8, tmp_path):
+    types = ["*i32", "*u8", "*i16" if fp8 else "*i32", "i32", "i32", "i32"]
+    constants = {"TILES": marlin_widen._TILES, "FP8": fp8}
+    sass = disassemble(marlin_widen._widen, types, constants, 4, tmp_path)
+    assert ("E4M3" in sass) == fp8
+    assert "LDL" not in sass and "STL" not in sass
+
+
+@pytest.mark.parametrize("gated", [True, False])
+@pytest.mark.parametrize(("scaled", "depth"), [(False, 64), (True, 64), (True, 128)])
+def test_products_of_experts(scaled, depth, gated, tmp_path):
+    columns = 128 if gated or scaled else 256
+    operand = "fp8e4nv" if scaled else "bf16"
+    types = [f"*{operand}", "*fp32", f"tensordesc<{operand}[{columns},{depth}]>", *MULTIPLY]
+    constants = {"UNDO": 2.0**-112, "SCALED": scaled, "GATED": gated, "TOP_K": 6, "PROGRAMS": 132}
+    constants |= {"ROWS": expert_products.BLOCK_ROWS, "COLUMNS": columns, "DEPTH": depth}
+    constants |= {"GROUP": expert_products._GROUP}
+    sass = disassemble(expert_products._multiply, types, constants, 8, tmp_path, stages=4)
+    wanted = "QGMMA.64x128x32.F32.E4M3.E4M3" if scaled else f"HGMMA.64x{columns}x16.F32.BF16"
+    assert wanted in sass
+    assert "UTMALDG.2D" in sass and "LDGSTS" in sass
+    # After each depth a thread adds the instruction's sums to its own, 64 of 128 x 128 a matrix;
+    # as many additions are in SwiGLU.
+    promoted = 64 * (1 + gated) if scaled else 0
+    assert sass.count("FADD") >= promoted + 64 * gated
     assert "LDL" not in sass and "STL" not in sass

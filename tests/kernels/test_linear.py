@@ -12,7 +12,8 @@ from sglang_dsv4.kernels.linear import linear
 from sglang_dsv4.kernels.linear.packing import BLOCK, pack_weight, unpack_weight
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 
-MODULE = "sglang_dsv4.kernels.linear.linear"
+PACKAGE = "sglang_dsv4.kernels.linear"
+LINEAR, DENSE, CODES = (f"{PACKAGE}.{name}" for name in ("linear", "dense", "codes"))
 SHAPES = [(64, 128), (192, 256), (100, 96), (1, 16), (130, 416), (65, 1040)]
 
 
@@ -38,14 +39,14 @@ def test_packing_is_a_reordering(out, width):
 
 @pytest.mark.parametrize(("out", "width"), SHAPES)
 def test_widened_values(out, width, monkeypatch):
-    module = interpreted(MODULE, monkeypatch)
+    module = interpreted(DENSE, monkeypatch, CODES)
     weight, scale, scale_2 = random_weight(out, width)
     packed, packed_scale = pack_weight(weight, scale)
     blocks = packed.shape[1] // 64
     found = torch.full((out, blocks * BLOCK), float("nan"))
     grid = (-(-out // 16), blocks)
     module._widen[grid](
-        packed, packed_scale, scale_2, found, out, blocks, ROWS=16, INTERPRETED=True
+        packed, packed_scale, scale_2, found, out, blocks, ROWS=16, FP8=False, INTERPRETED=True
     )
     wanted = dequantize_weight(weight, scale, scale_2)
     # Two float32 products in another order: one rounding each.
@@ -57,7 +58,7 @@ def test_widened_values(out, width, monkeypatch):
 @pytest.mark.parametrize("splits", [1, 4])
 @pytest.mark.parametrize(("out", "width"), [(192, 512), (65, 1040)])
 def test_products(out, width, splits, tokens, monkeypatch):
-    module = interpreted(MODULE, monkeypatch)
+    module = interpreted(LINEAR, monkeypatch, CODES)
     weight, scale, scale_2 = random_weight(out, width)
     packed, packed_scale = pack_weight(weight, scale)
     # Rows of a wider matrix, the rest of which is NaN: no column beyond the last is read.

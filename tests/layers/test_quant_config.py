@@ -8,6 +8,8 @@ from sglang.srt.layers.quantization.unquant import UnquantizedLinearMethod
 from sglang_dsv4.checkpoint.quant import QuantKind
 from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.layers import dense_moe, flashinfer_fp4, quant_config
+from sglang_dsv4.layers.cutedsl_experts import CuteMoEMethod
+from sglang_dsv4.layers.cutedsl_linear import CuteLinearMethod
 from sglang_dsv4.layers.dense_moe import DenseMoEMethod
 from sglang_dsv4.layers.flashinfer_fp4 import FlashInferLinearMethod, FlashInferModelOptMoEMethod
 from sglang_dsv4.layers.grouped_linear import (
@@ -42,6 +44,7 @@ LINEAR, GROUPED, EXPERTS = blank(ReplicatedLinear), blank(GroupedLinear), blank(
             None,
             (FlashInferLinearMethod, DequantGroupedMethod, FlashInferModelOptMoEMethod),
         ),
+        ((9, 0), WeightKernel.CUTEDSL, (CuteLinearMethod, DequantGroupedMethod, CuteMoEMethod)),
         ((12, 0), WeightKernel.MARLIN, (MarlinLinearMethod, DequantGroupedMethod, MarlinMoEMethod)),
         (
             (9, 0),

@@ -9,7 +9,7 @@ from sglang_dsv4.layers import weight_kernels as table
 from sglang_dsv4.layers.weight_kernels import WeightKernel, describe, weight_kernels
 
 DEQUANT, MARLIN, FLASHINFER = WeightKernel.DEQUANT, WeightKernel.MARLIN, WeightKernel.FLASHINFER
-TRITON = WeightKernel.TRITON
+TRITON, CUTEDSL = WeightKernel.TRITON, WeightKernel.CUTEDSL
 BEFORE_HOPPER = [(8, 0), (8, 6), (8, 7), (8, 9)]
 HOPPER = (9, 0)
 BLACKWELL = {
@@ -48,6 +48,20 @@ def test_hopper_runs_its_own_linear_kernel(forced):
 def test_no_other_gpu_runs_hoppers_kernel(capability):
     with pytest.raises(UnsupportedError, match=r"triton was asked for on sm_.*, wanted sm_90"):
         weight_kernels(capability, TRITON)
+
+
+@pytest.mark.parametrize("capability", [HOPPER, *BLACKWELL])
+def test_cutedsl_is_taken_where_it_is_asked_for(capability):
+    kernels = weight_kernels(capability, CUTEDSL)
+    assert kinds(kernels) == (CUTEDSL, CUTEDSL)
+    assert kernels.experts_runner == "marlin"
+    assert CUTEDSL not in kinds(weight_kernels(capability))
+
+
+@pytest.mark.parametrize("capability", BEFORE_HOPPER)
+def test_cutedsl_wants_bulk_copies(capability):
+    with pytest.raises(UnsupportedError, match=r"cutedsl was asked for on sm_8., .* wanted sm_90"):
+        weight_kernels(capability, CUTEDSL)
 
 
 @pytest.mark.parametrize("capability", BLACKWELL)
@@ -92,7 +106,8 @@ def test_the_environment_forces(monkeypatch):
     assert table.weight_kernels_of(cuda).linear is DEQUANT
     assert table.weight_kernels_of(torch.device("cpu")).linear is DEQUANT
     monkeypatch.setenv(WEIGHT_KERNEL.name, "int4")
-    with pytest.raises(ConfigError, match="'int4', wanted marlin, triton, flashinfer or dequant"):
+    wanted = "'int4', wanted marlin, triton, cutedsl, flashinfer or dequant"
+    with pytest.raises(ConfigError, match=wanted):
         table.weight_kernels_of(cuda)
 
 

@@ -17,6 +17,7 @@ if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs sm_90", allow_module_level=True)
 
 from sglang_dsv4.kernels.linear import linear
+from sglang_dsv4.kernels.linear.dense import widen
 from sglang_dsv4.kernels.linear.packing import pack_weight
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 
@@ -81,7 +82,7 @@ def test_every_launch(rows, warps, splits, tile):
 @pytest.mark.parametrize(("out", "width"), SHAPES)
 def test_many_tokens(out, width, tokens):
     weight, dense = case(out, width)
-    widened = linear.widen(*weight)
+    widened = widen(*weight)
     assert (widened[:, :width].double() - dense).abs().le(dense.abs() * 2.0**-8).all()
     assert not widened[:, width:].any()
     x = inputs(tokens, width)

@@ -1,0 +1,70 @@
+"""y = x W^T of many tokens in FP8 (sm_90): activations and the widened weight in e4m3. Not run.
+
+Rows of x carry a scale each, the weight one in all; ``torch._scaled_mm`` multiplies (cuBLASLt with
+CUDA 12.9 and later, else CUTLASS) and applies both to the float32 sums. SGLang's
+``sgl_kernel.fp8_scaled_mm`` has one form, with the fast accumulation that adds with about 14 bits;
+here the sums are promoted to float32 on the way, unless ``FAST_ACCUM``.
+
+Operands are rounded to 4 significant bits. For normal random values activations are off by 2.6% and
+weights by 2.1% of their size in the root mean square, the product by 3.4% (computed on a CPU).
+"""
+
+import torch
+from torch import Tensor
+
+from sglang_dsv4.kernels.linear.dense import FP8_OUTER, widen_fp8
+from sglang_dsv4.kernels.linear.fp8_rows import quantize_rows
+
+FP8_TOKENS = 512
+"""Above it a layer multiplies in FP8 where that was asked for: larger than any decode batch of
+SGLang's defaults. Not timed."""
+FAST_ACCUM = False
+_ROW_MULTIPLE = 16
+
+
+def takes(tokens: int, rows: int) -> bool:
+    """Whether a product of ``tokens`` tokens and a weight of ``rows`` rows has an FP8 form.
+
+    The library needs [out, in] in multiples of 16; ``packing`` pads columns to 128, not rows.
+    """
+    return tokens > FP8_TOKENS and rows % _ROW_MULTIPLE == 0
+
+
+def fp8_product(x: Tensor, weight: Tensor, outer: Tensor) -> Tensor:
+    """x W^T with a dense e4m3 weight.
+
+    Args:
+        x: bfloat16 [T, in], the last axis contiguous.
+        weight: float8_e4m3fn [out, padded], out and padded multiples of 16, padded >= in; the
+            columns from ``in`` on meet zeros.
+        outer: float32 [1], the factor of the float32 sums.
+
+    Returns:
+        bfloat16 [T, out]; a row of x with a NaN or an infinity gives NaN.
+    """
+    rows, scale = quantize_rows(x, weight.shape[1])
+    return torch._scaled_mm(
+        rows,
+        weight.t(),
+        scale_a=scale[:, None],
+        scale_b=outer.expand(weight.shape[0]).contiguous()[None, :],
+        out_dtype=torch.bfloat16,
+        use_fast_accum=FAST_ACCUM,
+    )
+
+
+def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
+    """x W^T in FP8.
+
+    Args:
+        x: bfloat16 [T, in].
+        weight: uint8 [out, blocks * 64], scale: float8_e4m3fn [out, blocks * 8] by
+            ``packing.pack_weight``.
+        scale_2: float32 [1].
+
+    Returns:
+        bfloat16 [T, out].
+    """
+    if x.stride(-1) != 1:
+        x = x.contiguous()
+    return fp8_product(x, widen_fp8(weight, scale), scale_2 * FP8_OUTER)

@@ -1,0 +1,76 @@
+"""Rows of activations to e4m3 with a scale each (Triton): the left operand of an FP8 product.
+
+2 bytes read and 1 written a value, a pass: the copy rate. SGLang's ``per_token_quant_fp8`` and the
+others at hand clamp a NaN to 448, so that a broken row would look sound; here its scale is NaN, and
+with it every output of the row. Not run on a GPU.
+"""
+
+import torch
+import triton
+import triton.language as tl
+from torch import Tensor
+
+_LARGEST = tl.constexpr(448.0)
+_SMALLEST = tl.constexpr(2.0**-100)
+_NOT_FINITE = tl.constexpr(0x7F80)
+_WARPS = 8
+
+
+@triton.jit
+def _larger(left: tl.tensor, right: tl.tensor) -> tl.tensor:
+    return tl.maximum(left, right)
+
+
+@triton.jit
+def _quantize(
+    x: tl.tensor,
+    out: tl.tensor,
+    scale: tl.tensor,
+    width: tl.tensor,
+    padded: tl.tensor,
+    stride: tl.tensor,
+    BLOCK: tl.constexpr,
+) -> None:
+    row = tl.program_id(0).to(tl.int64)
+    column = tl.arange(0, BLOCK)
+    bits = tl.load(x + row * stride + column, mask=column < width, other=0.0)
+    bits = bits.to(tl.int16, bitcast=True).to(tl.int32)
+    # Magnitudes of bfloat16 are ordered as integers: finite, infinite, NaN.
+    largest = tl.reduce(bits & 0x7FFF, 0, _larger)
+    finite = largest < _NOT_FINITE
+    amax = tl.maximum((largest << 16).to(tl.float32, bitcast=True), _SMALLEST)
+    factor = tl.where(finite, tl.div_rn(_LARGEST, amax), 0.0)
+    tl.store(scale + row, tl.where(finite, tl.div_rn(amax, _LARGEST), float("nan")))
+    value = (bits << 16).to(tl.float32, bitcast=True)
+    value = tl.where(finite, value * factor, 0.0)
+    # The factor was rounded: the largest value may come out above 448.
+    value = tl.minimum(tl.maximum(value, -_LARGEST), _LARGEST)
+    tl.store(out + row * padded + column, value.to(out.dtype.element_ty), mask=column < padded)
+
+
+def quantize_rows(x: Tensor, padded: int | None = None) -> tuple[Tensor, Tensor]:
+    """``reference.fp8.quantize_rows`` of bfloat16 rows, zeros behind them.
+
+    Args:
+        x: bfloat16 [T, n], the last axis contiguous.
+        padded: columns of the result; n when None.
+
+    Returns:
+        (float8_e4m3fn [T, padded], float32 [T]).
+    """
+    rows, width = x.shape
+    padded = width if padded is None else padded
+    out = torch.empty((rows, padded), dtype=torch.float8_e4m3fn, device=x.device)
+    scale = torch.empty(rows, dtype=torch.float32, device=x.device)
+    if rows:
+        _quantize[(rows,)](
+            x,
+            out,
+            scale,
+            width,
+            padded,
+            x.stride(0),
+            BLOCK=triton.next_power_of_2(padded),
+            num_warps=_WARPS,
+        )
+    return out, scale

@@ -1,0 +1,75 @@
+"""The widening kernel's own source, lane by lane on the CPU, against the reference weight."""
+
+import numpy as np
+import pytest
+import torch
+from records_emulation import RecordDevice
+
+from sglang_dsv4.kernels.linear import widen
+from sglang_dsv4.kernels.linear.records import pack_records
+from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
+
+CODES = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
+
+
+def emulate(shape, records, scale_2, factor, rows, width):
+    """Widened matrices [n, rows, width]; what lies behind them must stay as it was."""
+    device = RecordDevice(1 << 22)
+    names = device.load(widen)
+    kinds = {2: np.uint16, 1: np.uint8}
+    kind = kinds[shape.dtype.itemsize]
+    operands = [device.tensor(records.numpy()), device.tensor(np.array([scale_2], np.float32))]
+    out = device.tensor(np.full((len(records) + 1, rows, width), 0x55, kind))
+    across = records.shape[2]
+    grid = (-(-across // (widen.WARPS * widen.RECORDS)), records.shape[1], len(records))
+    device.launch(
+        lambda: names["Widen"](shape).kernel(*operands, np.float32(factor), out),
+        grid,
+        widen.THREADS,
+        0,
+    )
+    bits = out.read()
+    assert (bits[-1] == 0x55).all()
+    integers = torch.from_numpy(bits[:-1].astype(np.int32)).to(CODES[shape.dtype])
+    return integers.view(shape.dtype)
+
+
+def weights(count, rows, width):
+    generator = torch.Generator().manual_seed(rows + width)
+    weight = torch.randint(0, 256, (count, rows, width // 2), generator=generator)
+    scale = torch.randint(0, 127, (count, rows, width // 16), generator=generator)
+    return weight.to(torch.uint8), scale.to(torch.uint8).view(torch.float8_e4m3fn)
+
+
+@pytest.mark.parametrize(("count", "rows", "width"), [(1, 1, 16), (1, 17, 80), (2, 35, 2112)])
+def test_values_over_128_are_exact(count, rows, width):
+    weight, scale = weights(count, rows, width)
+    shape = widen.WidenShape(torch.bfloat16, True, False)
+    found = emulate(shape, pack_records(weight, scale), 9.0, 1.0, rows, width)
+    wanted = torch.stack(
+        [dequantize_weight(w, s, torch.tensor(2.0**-7)) for w, s in zip(weight, scale, strict=True)]
+    )
+    assert torch.equal(found.float(), wanted)
+
+
+def test_scaled_values_are_rounded_once():
+    weight, scale = weights(1, 17, 80)
+    shape = widen.WidenShape(torch.bfloat16, False, True)
+    found = emulate(shape, pack_records(weight, scale), 0.37, 128.0, 17, 80)[0]
+    # Half a unit of bfloat16's last place, up to 2^-8; products of float32 are 2^-24 off, which
+    # may turn a tie.
+    wanted = dequantize_weight(weight[0], scale[0], torch.tensor(0.37)).double()
+    assert (found.double() - wanted).abs().le(wanted.abs() * (2.0**-8 + 2.0**-23)).all()
+
+
+def test_e4m3_rounds_and_saturates():
+    weight, scale = weights(2, 16, 64)
+    shape = widen.WidenShape(torch.float8_e4m3fn, False, False)
+    factor = 0.5
+    found = emulate(shape, pack_records(weight, scale), 9.0, factor * 2.0**7, 16, 64)
+    wanted = torch.stack(
+        [dequantize_weight(w, s, torch.tensor(factor)) for w, s in zip(weight, scale, strict=True)]
+    )
+    assert (wanted.abs() > 448).any()
+    wanted = wanted.clamp(-448, 448).to(torch.float8_e4m3fn)
+    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
