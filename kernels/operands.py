@@ -33,6 +33,12 @@ def fake_vector(dtype: torch.dtype, size: int | None = None) -> Any:
     return make_fake_compact_tensor(CUTE_TYPES[dtype], shape, assumed_align=align)
 
 
+def fake_compact(dtype: Any, sizes: tuple, align: int) -> Any:
+    """Fake contiguous tensor of a CuTe type, `align` bytes aligned; sizes may be symbolic."""
+    order = tuple(reversed(range(len(sizes))))
+    return make_fake_compact_tensor(dtype, sizes, stride_order=order, assumed_align=align)
+
+
 def aligned_rows(x: Tensor, align: int = VECTOR_BYTES) -> Tensor:
     """x [..., n, width] itself where its rows can be read in `align`-byte vectors, else a copy.
 

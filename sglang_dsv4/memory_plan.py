@@ -18,6 +18,7 @@ from sglang_dsv4.cache.capacity import Capacity
 from sglang_dsv4.cache.kv_layout import KVFormat
 from sglang_dsv4.config import LayerKind, ModelDims
 from sglang_dsv4.errors import UnsupportedError
+from sglang_dsv4.kernels.linear.packing import BLOCK
 from sglang_dsv4.layers.weight_kernels import EXPERTS_SCRATCH, WeightKernel, WeightKernels
 from sglang_dsv4.model_source import ModelSource
 
@@ -35,7 +36,6 @@ _FUSED = re.compile(
 )
 # Kernels that widen a linear layer's weight to bfloat16 in a large batch.
 _WIDENING = (WeightKernel.TRITON, WeightKernel.CUTEDSL)
-_WIDENED_COLUMNS = 128
 BF16 = 2
 # SGLang's choices for a GPU of at least 90 GiB (memory_hook.py, deepseek_v4_hook.py).
 RUNNING_REQUESTS = 256
@@ -178,7 +178,7 @@ def linear_scratch(source: ModelSource, tp: int, kernels: WeightKernels) -> int:
         if plain or kernels.of(module) is not kernels.linear:
             continue
         rows, columns = info.shape[0], 2 * info.shape[1]
-        columns = -(-columns // _WIDENED_COLUMNS) * _WIDENED_COLUMNS
+        columns = -(-columns // BLOCK) * BLOCK
         parent = module.rpartition(".")[0] if _FUSED.search(module) else module
         sizes[parent] += BF16 * rows * columns // (tp if _SPLIT.search(name) else 1)
     return max(sizes.values(), default=0)

@@ -430,3 +430,43 @@ def address(tensor: Any) -> Any:
 def choose(condition: Any, one: Any, other: Any) -> Any:
     """`one` where the run-time condition holds, else `other`; both are evaluated."""
     return cutlass.select_(condition, one, other)
+
+
+@dsl_user_op
+def shared_load_u32(address: Int32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Load one 32-bit register from shared memory."""
+    return _asm([Uint32], [address], "ld.shared.u32 $0, [$1];", "=r,r" + _MEMORY, True, loc, ip)
+
+
+@dsl_user_op
+def shared_load_u32x4(address: Int32, *, loc: Any = None, ip: Any = None) -> Any:
+    """Load four 32-bit registers from a 16-byte aligned shared address."""
+    text = "ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];"
+    return _asm([Uint32] * 4, [address], text, "=r,=r,=r,=r,r" + _MEMORY, True, loc, ip)
+
+
+@dsl_user_op
+def global_load_u32x4_if(condition: Any, address: Int64, *, loc: Any = None, ip: Any = None) -> Any:
+    """Load four 32-bit registers, that this grid does not write, where the condition holds."""
+    text = (
+        "{.reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; "
+        "mov.b32 $3, 0; @p ld.global.v4.b32 {$0,$1,$2,$3}, [$5];}"
+    )
+    constraints = "=&r,=&r,=&r,=&r,r,l" + _MEMORY
+    return _asm([Uint32] * 4, [Int32(condition), address], text, constraints, True, loc, ip)
+
+
+@dsl_user_op
+def count_bits(x: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
+    """Number of ones."""
+    return _asm([Uint32], [x], "popc.b32 $0, $1;", "=r,r", False, loc, ip)
+
+
+@dsl_user_op
+def barrier_wait(address: Int32, parity: Int32, *, loc: Any = None, ip: Any = None) -> None:
+    """Wait until the phase of this parity is complete; on a fresh mbarrier parity 1 passes."""
+    text = (
+        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
+        "@p bra DONE; bra AGAIN; DONE: }"
+    )
+    _asm([], [address, parity], text, "r,r" + _MEMORY, True, loc, ip)

@@ -4,9 +4,10 @@ from typing import Any, NamedTuple
 
 import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 
 from sglang_dsv4.kernels.attention.combine import HEAD_DIM
+from sglang_dsv4.kernels.operands import fake_compact
 
 
 class Operands(NamedTuple):
@@ -50,22 +51,18 @@ def fake_operands(slot_bytes: int) -> Operands:
         strides: Any = (*(cute.sym_int64(divisibility=unit) for _ in range(rank - 1)), 1)
         return make_fake_tensor(dtype, sizes, strides, assumed_align=align)
 
-    def compact(dtype: Any, sizes: tuple, align: int) -> Any:
-        order = tuple(reversed(range(len(sizes))))
-        return make_fake_compact_tensor(dtype, sizes, stride_order=order, assumed_align=align)
-
     return Operands(
         q=strided(BFloat16, 3, 16, 8),
         window_slots=strided(slot, 2, slot_bytes),
         comp_slots=strided(slot, 2, slot_bytes),
-        comp_lengths=compact(Int32, (cute.sym_int64(),), 4),
+        comp_lengths=fake_compact(Int32, (cute.sym_int64(),), 4),
         window_pool=strided(cutlass.Uint8, 2, 16, 16),
         comp_pool=strided(cutlass.Uint8, 2, 16, 16),
-        sinks=compact(Float32, (cute.sym_int64(),), 4),
-        out=compact(BFloat16, (tokens, heads, HEAD_DIM), 16),
-        lse=compact(Float32, (tokens, heads), 4),
-        part_out=compact(Float32, (cute.sym_int64(), HEAD_DIM), 16),
-        part_lse=compact(Float32, (cute.sym_int64(),), 4),
+        sinks=fake_compact(Float32, (cute.sym_int64(),), 4),
+        out=fake_compact(BFloat16, (tokens, heads, HEAD_DIM), 16),
+        lse=fake_compact(Float32, (tokens, heads), 4),
+        part_out=fake_compact(Float32, (cute.sym_int64(), HEAD_DIM), 16),
+        part_lse=fake_compact(Float32, (cute.sym_int64(),), 4),
     )
 
 

@@ -272,8 +272,8 @@ class GroupedProduct:
         window, groups = self.window(item), Int32(self.shape.groups)
         expert = self.uniform(ptx.shuffle_index(owners[0], item // groups - window))
         same = self.uniform(ptx.ballot(owners[0] == expert))
-        begin = window + own.popcount((same & (Uint32(0) - same)) - Uint32(1))
-        turns = own.popcount(same)
+        begin = window + Int32(ptx.count_bits((same & (Uint32(0) - same)) - Uint32(1)))
+        turns = Int32(ptx.count_bits(same))
         local = item - begin * groups
         block = begin + local % turns
         pair = local // turns * (WARPS // self.shape.split) + self.team
@@ -340,7 +340,7 @@ class GroupedProduct:
                 self.ask(item, front, sources)
             # As a number that the compiler does not know, so that it does not unroll.
             for stage in cutlass.range(0, ptx.opaque(Int32(self.stages)), 1):
-                decode.barrier_wait(self.arrived + 8 * front[_SLOT], front[_PARITY])
+                ptx.barrier_wait(self.arrived + 8 * front[_SLOT], front[_PARITY])
                 place = self.ring + front[_SLOT] * _STAGE_BYTES
                 for r in cutlass.range_constexpr(RECORDS):
                     k = Int32(stage) * RECORDS + r
@@ -409,7 +409,7 @@ class GroupedProduct:
         words, scales = [], []
         for m in cutlass.range_constexpr(2):
             at = place + m * _TILE_BYTES
-            words.append(decode.shared_load_u32x4(at + self.lane * 16))
+            words.append(ptx.shared_load_u32x4(at + self.lane * 16))
             pair = decode.shared_load_u16(at + CODE_BYTES + self.lane * 2)
             scales.append(decode.spread_scales(pair))
         if k + 1 == self.count:
@@ -457,7 +457,7 @@ class GroupedProduct:
             unit = step * threads + self.part * 32 + self.lane
             token = cutlass.min(unit // per_slot, Int32(block - 1))
             row = unit % per_slot * 2
-            slot = Int32(decode.shared_load_u32(self.notes + token * 8))
+            slot = Int32(ptx.shared_load_u32(self.notes + token * 8))
             weight = ptx.shared_load_f32(self.notes + token * 8 + 4)
             factor = outer * weight
             if cutlass.const_expr(self.shape.gated):

@@ -1,4 +1,4 @@
-"""PTX of the experts' kernel: loads and stores under a condition, bit counts."""
+"""PTX of the experts' kernel: loads and stores under a condition, a named barrier."""
 
 from typing import Any
 
@@ -53,12 +53,6 @@ def store_zeros_if(condition: Any, address: Int64, *, loc: Any = None, ip: Any =
 def divide(a: Float32, b: Float32, *, loc: Any = None, ip: Any = None) -> Float32:
     """a / b to 2 ulp; 0 for b above 2^126."""
     return _asm([Float32], [a, b], "div.full.f32 $0, $1, $2;", "=f,f,f", False, loc, ip)
-
-
-@dsl_user_op
-def popcount(x: Uint32, *, loc: Any = None, ip: Any = None) -> Int32:
-    """Bits of x that are set."""
-    return _asm([Int32], [x], "popc.b32 $0, $1;", "=r,r", False, loc, ip)
 
 
 @dsl_user_op

@@ -22,19 +22,6 @@ def shared_load_u8(address: Int32, *, loc: Any = None, ip: Any = None) -> Uint32
 
 
 @dsl_user_op
-def shared_load_u32(address: Int32, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """Load one 32-bit register from shared memory."""
-    return _asm([Uint32], [address], "ld.shared.u32 $0, [$1];", "=r,r" + _MEMORY, True, loc, ip)
-
-
-@dsl_user_op
-def shared_load_u32x4(address: Int32, *, loc: Any = None, ip: Any = None) -> Any:
-    """Load four 32-bit registers from a 16-byte aligned shared address."""
-    text = "ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];"
-    return _asm([Uint32] * 4, [address], text, "=r,=r,=r,=r,r" + _MEMORY, True, loc, ip)
-
-
-@dsl_user_op
 def shared_store_u32_if(
     condition: Any, address: Int32, a: Any, *, loc: Any = None, ip: Any = None
 ) -> None:
@@ -124,17 +111,6 @@ def copy_async_16_if(
 
 
 @dsl_user_op
-def global_load_u32x4_if(condition: Any, address: Int64, *, loc: Any = None, ip: Any = None) -> Any:
-    """Load four 32-bit registers, that this grid does not write, where the condition holds."""
-    text = (
-        "{.reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; "
-        "mov.b32 $3, 0; @p ld.global.v4.b32 {$0,$1,$2,$3}, [$5];}"
-    )
-    constraints = "=&r,=&r,=&r,=&r,r,l" + _MEMORY
-    return _asm([Uint32] * 4, [Int32(condition), address], text, constraints, True, loc, ip)
-
-
-@dsl_user_op
 def global_load_i32_if(condition: Any, address: Int64, *, loc: Any = None, ip: Any = None) -> Int32:
     """Load a 32-bit integer of read-only data where the condition holds, else 0."""
     text = "{.reg .pred p; setp.ne.b32 p, $1, 0; mov.b32 $0, 0; @p ld.global.nc.b32 $0, [$2];}"
@@ -172,12 +148,6 @@ def shuffle_up(x: Uint32, distance: int, *, loc: Any = None, ip: Any = None) -> 
 def max_u16x2(a: Uint32, b: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """The larger of each unsigned half (sm_90 and later)."""
     return _asm([Uint32], [a, b], "max.u16x2 $0, $1, $2;", "=r,r,r", False, loc, ip)
-
-
-@dsl_user_op
-def count_bits(x: Uint32, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """Number of ones."""
-    return _asm([Uint32], [x], "popc.b32 $0, $1;", "=r,r", False, loc, ip)
 
 
 @dsl_user_op

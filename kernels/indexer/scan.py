@@ -29,7 +29,7 @@ def block_scan(value: Uint32, memory: Int32, threads: cutlass.Constexpr) -> Any:
     extra.shared_store_u32_if(lane == 31, memory + warp * 4, inclusive)
     cute.arch.sync_threads()
     present = lane < warps
-    of_warp = extra.shared_load_u32(memory + choose(present, lane, Int32(0)) * 4)
+    of_warp = ptx.shared_load_u32(memory + choose(present, lane, Int32(0)) * 4)
     sums = warp_scan(choose(present, of_warp, Uint32(0)))
     before = ptx.shuffle_index(sums, choose(warp > 0, warp - 1, Int32(0)))
     total = ptx.shuffle_index(sums, Int32(warps - 1))

@@ -218,14 +218,14 @@ class IndexerScores:
                 chunk = chunk + self.threads
                 before = before + total
                 total = self.count_pages(operands, chunk + tid, topk)
-            start = before + Int32(extra.shared_load_u32(self.own))
-            pages = Int32(extra.shared_load_u32(self.own + 4))
+            start = before + Int32(ptx.shared_load_u32(self.own))
+            pages = Int32(ptx.shared_load_u32(self.own + 4))
             hit = (start <= unit) & (unit < start + pages)
             extra.shared_store_u32_if(hit, self.sums + 128, chunk + tid)
             extra.shared_store_u32_if(hit, self.sums + 132, start)
             cute.arch.sync_threads()
-            token = cute.arch.make_warp_uniform(Int32(extra.shared_load_u32(self.sums + 128)))
-            start = cute.arch.make_warp_uniform(Int32(extra.shared_load_u32(self.sums + 132)))
+            token = cute.arch.make_warp_uniform(Int32(ptx.shared_load_u32(self.sums + 128)))
+            start = cute.arch.make_warp_uniform(Int32(ptx.shared_load_u32(self.sums + 132)))
             needed, row, count = self.segment(operands, token, topk)
             count = cute.arch.make_warp_uniform(count)
             last = cutlass.min(cute.arch.make_warp_uniform(needed), end - start)
@@ -444,8 +444,8 @@ class IndexerScores:
         """
         scales = place + WARP_VALUES + self.lane
         both = extra.shared_load_u8(scales) | (extra.shared_load_u8(scales + 32) << 16)
-        low = extra.shared_load_u32x4(place + self.lane * 16)
-        high = extra.shared_load_u32x4(place + WARP_VALUES // 2 + self.lane * 16)
+        low = ptx.shared_load_u32x4(place + self.lane * 16)
+        high = ptx.shared_load_u32x4(place + WARP_VALUES // 2 + self.lane * 16)
         peak = extra.max_u16x2(both, extra.shuffle_xor_u32(both, 1))
         peak = extra.max_u16x2(peak, extra.shuffle_xor_u32(peak, 2))
         fields = both + Uint32(0x00FE00FE) - peak

@@ -281,7 +281,7 @@ class SelectTopk:
             for i in cutlass.range_constexpr(4):
                 entry = first + (i * self.threads + self.tid) * 4
                 place = scores + Int64(at + entry) * 4
-                loaded += [extra.global_load_u32x4_if(entry < last, place)]
+                loaded += [ptx.global_load_u32x4_if(entry < last, place)]
             for i in cutlass.range_constexpr(4):
                 entry = first + (i * self.threads + self.tid) * 4
                 keys = [
@@ -298,7 +298,7 @@ class SelectTopk:
             self.reload_keys(row, at)
             last = cutlass.min(end - at, self.chunk)
             for first in cutlass.range(0, last, 4 * self.threads):
-                for key in extra.shared_load_u32x4(self.keys + (first + self.tid * 4) * 4):
+                for key in ptx.shared_load_u32x4(self.keys + (first + self.tid * 4) * 4):
                     self.count_key(key, digit, prefix)
         cute.arch.sync_threads()
         if cutlass.const_expr(self.cluster > 1):
@@ -326,7 +326,7 @@ class SelectTopk:
         """Add this block's histogram to that of the cluster's first block."""
         for i in cutlass.range_constexpr(DIGITS[digit][1] // self.threads):
             place = self.histogram(digit) + (i * self.threads + self.tid) * 4
-            count = extra.shared_load_u32(place)
+            count = ptx.shared_load_u32(place)
             away = (self.rank > 0) & (count > Uint32(0))
             extra.cluster_add_if(away, place, Int32(0), count)
 
@@ -335,8 +335,8 @@ class SelectTopk:
         if self.cluster > 1:
             return [extra.cluster_load_u32(place + 4 * i, Int32(0)) for i in range(count)]
         if count % 4:
-            return [extra.shared_load_u32(place + 4 * i) for i in range(count)]
-        wide = [extra.shared_load_u32x4(place + 16 * i) for i in range(count // 4)]
+            return [ptx.shared_load_u32(place + 4 * i) for i in range(count)]
+        wide = [ptx.shared_load_u32x4(place + 16 * i) for i in range(count // 4)]
         return [value for four in wide for value in four]
 
     @cute.jit
@@ -357,7 +357,7 @@ class SelectTopk:
             extra.shared_store_u32_if(hit, self.found + 8, counts[i])
             above = above + counts[i]
         cute.arch.sync_threads()
-        of_all = [Int32(extra.shared_load_u32(self.found + 4 * i)) for i in range(3)]
+        of_all = [Int32(ptx.shared_load_u32(self.found + 4 * i)) for i in range(3)]
         return tuple(Uint32(cute.arch.make_warp_uniform(number)) for number in of_all)
 
     def warp_range(self, at: Any, end: Int32) -> Any:
@@ -373,14 +373,14 @@ class SelectTopk:
         first, last = self.warp_range(at, end)
         for place in cutlass.range(first, last, GROUP * 32):
             for key in self.group_keys(place):
-                higher = higher + extra.count_bits(ptx.ballot(key > kth))
-                equal = equal + extra.count_bits(ptx.ballot(key == kth))
+                higher = higher + ptx.count_bits(ptx.ballot(key > kth))
+                equal = equal + ptx.count_bits(ptx.ballot(key == kth))
         return higher, equal
 
     def group_keys(self, place: Any) -> list[Uint32]:
         """Keys of the entries place + 32 i + lane of the chunk."""
         start = self.keys + (place + self.lane) * 4
-        return [extra.shared_load_u32(start + 128 * i) for i in range(GROUP)]
+        return [ptx.shared_load_u32(start + 128 * i) for i in range(GROUP)]
 
     @cute.jit
     def write_chosen(
@@ -396,16 +396,16 @@ class SelectTopk:
         out, kth, tied = targets
         for i, key in enumerate(self.group_keys(place)):
             entry = place + 32 * i + self.lane
-            page = Int32(extra.shared_load_u32(self.pages + (entry >> 6) * 4))
+            page = Int32(ptx.shared_load_u32(self.pages + (entry >> 6) * 4))
             above, same = key > kth, key == kth
             of_above, of_same = ptx.ballot(above), ptx.ballot(same)
-            rank = higher + extra.count_bits(of_above & self.below)
-            tie = equal + extra.count_bits(of_same & self.below)
+            rank = higher + ptx.count_bits(of_above & self.below)
+            tie = equal + ptx.count_bits(of_same & self.below)
             taken = choose(tie < tied, tie, tied)
             chosen = above | (same & (tie < tied))
             extra.global_store_i64_if(chosen, out + Int64(rank + taken) * 8, self.slot(page, entry))
-            higher = higher + extra.count_bits(of_above)
-            equal = equal + extra.count_bits(of_same)
+            higher = higher + ptx.count_bits(of_above)
+            equal = equal + ptx.count_bits(of_same)
         return higher, equal
 
 

@@ -41,13 +41,6 @@ def spread_scales(pair: Uint32, *, loc: Any = None, ip: Any = None) -> Any:
 
 
 @dsl_user_op
-def shared_load_u32x4(address: Int32, *, loc: Any = None, ip: Any = None) -> Any:
-    """Load four 32-bit registers from a 16-byte aligned shared address."""
-    text = "ld.shared.v4.b32 {$0,$1,$2,$3}, [$4];"
-    return _asm([Uint32] * 4, [address], text, "=r,=r,=r,=r,r" + _MEMORY, True, loc, ip)
-
-
-@dsl_user_op
 def shared_load_u16(address: Int32, *, loc: Any = None, ip: Any = None) -> Uint32:
     """Load two bytes of shared memory, zero-extended."""
     text = "{.reg .b16 h; ld.shared.b16 h, [$1]; cvt.u32.u16 $0, h;}"
@@ -62,18 +55,6 @@ def global_load_x4(address: Int64, *, loc: Any = None, ip: Any = None) -> Any:
     """
     text = "ld.global.v4.b32 {$0,$1,$2,$3}, [$4];"
     return _asm([Uint32] * 4, [address], text, "=r,=r,=r,=r,l" + _MEMORY, True, loc, ip)
-
-
-@dsl_user_op
-def global_load_x4_if(condition: Any, address: Int64, *, loc: Any = None, ip: Any = None) -> Any:
-    """``global_load_x4`` where the condition holds, else zeros."""
-    text = (
-        "{.reg .pred p; setp.ne.b32 p, $4, 0; mov.b32 $0, 0; mov.b32 $1, 0; mov.b32 $2, 0; "
-        "mov.b32 $3, 0; @p ld.global.v4.b32 {$0,$1,$2,$3}, [$5];}"
-    )
-    operands = [Int32(condition), address]
-    constraints = "=&r,=&r,=&r,=&r,r,l" + _MEMORY
-    return _asm([Uint32] * 4, operands, text, constraints, True, loc, ip)
 
 
 @dsl_user_op
@@ -92,16 +73,6 @@ def barriers_init(
         f"{inits}fence.mbarrier_init.release.cluster; fence.proxy.async.shared::cta;}}"
     )
     _asm([], [Int32(condition), address], text, "r,r" + _MEMORY, True, loc, ip)
-
-
-@dsl_user_op
-def barrier_wait(address: Int32, parity: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Wait until the phase of this parity is complete."""
-    text = (
-        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
-        "@p bra DONE; bra AGAIN; DONE: }"
-    )
-    _asm([], [address, parity], text, "r,r" + _MEMORY, True, loc, ip)
 
 
 @dsl_user_op
@@ -187,12 +158,6 @@ def arrive_if(
     )
     operands = [Int32(condition), counter, number, flag]
     _asm([], operands, text, "r,l,r,r" + _MEMORY, True, loc, ip)
-
-
-@dsl_user_op
-def shared_load_u32(address: Int32, *, loc: Any = None, ip: Any = None) -> Uint32:
-    """Load one 32-bit register from shared memory."""
-    return _asm([Uint32], [address], "ld.shared.b32 $0, [$1];", "=r,r" + _MEMORY, True, loc, ip)
 
 
 @dsl_user_op

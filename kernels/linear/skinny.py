@@ -26,7 +26,7 @@ import cutlass.memory
 import torch
 import torch.nn.functional as F
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, cute
-from cutlass.cute.runtime import make_fake_compact_tensor, make_fake_tensor
+from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
 
 from sglang_dsv4.kernels.attention import instructions as ptx
@@ -47,7 +47,7 @@ from sglang_dsv4.kernels.linear.skinny_plan import (
 )
 from sglang_dsv4.kernels.linear.stream import BATCH, CHUNK, UNDO, Stream
 from sglang_dsv4.kernels.linear.widen import widen
-from sglang_dsv4.kernels.operands import aligned_rows
+from sglang_dsv4.kernels.operands import aligned_rows, fake_compact
 
 MOST_TOKENS = 64
 """Above it the weight is widened first."""
@@ -114,7 +114,7 @@ class SkinnyLinear:
         ]
         self.stream.start(self.ring(warp), sources, count)
         sums = cute.make_rmem_tensor(self.shape.stream.sums, Float32)
-        self.stream.zero(sums)
+        self.stream.zero(sums, self.shape.stream.sums)
         if cutlass.const_expr(self.shape.stream.staged):
             block_first, _ = self.share(split * self.column_warps, splits, records)
             block_last, _ = self.share((split + 1) * self.column_warps, splits, records)
@@ -220,10 +220,10 @@ class SkinnyLinear:
             cute.arch.sync_threads()
             decode.arrive_if(tid == 0, address(arrived) + Int64(group) * 4, splits, self.base)
             cute.arch.sync_threads()
-            if decode.shared_load_u32(self.base) == 1:
+            if ptx.shared_load_u32(self.base) == 1:
                 # All of a block's loads are under way at once.
                 sums = cute.make_rmem_tensor(4 * rounds, Float32)
-                self.clear(sums, 4 * rounds)
+                self.stream.zero(sums, 4 * rounds)
                 for other in cutlass.range(0, splits, 1, unroll=max(1, 4 // rounds)):
                     start = tile + Int64(other) * (vectors * 16)
                     for k in cutlass.range_constexpr(rounds):
@@ -234,11 +234,6 @@ class SkinnyLinear:
                 for k in cutlass.range_constexpr(rounds):
                     values = [sums[4 * k + i] * factor for i in range(4)]
                     self.store(tid + THREADS * k, group, values, out)
-
-    def clear(self, sums: Any, number: int) -> None:
-        """Zeros to a register tensor."""
-        for i in range(number):
-            sums[i] = Float32(0.0)
 
     def total(self, vector: Int32) -> list:
         """Four neighbouring rows of one token, summed over the warps that share its columns."""
@@ -267,21 +262,17 @@ def compile_skinny(arch: str, shape: SkinnyShape) -> Any:
     """Compile for an architecture and a static shape, from fake tensors; needs no GPU."""
     size = cute.sym_int32
 
-    def compact(dtype: Any, sizes: tuple, align: int) -> Any:
-        order = tuple(reversed(range(len(sizes))))
-        return make_fake_compact_tensor(dtype, sizes, stride_order=order, assumed_align=align)
-
     tokens, rows = size(), size()
     stride = cute.sym_int64(divisibility=8)
     return compile_for(
         arch,
         SkinnyLinear(shape, arch),
         make_fake_tensor(BFloat16, (tokens, size()), (stride, 1), assumed_align=16),
-        compact(Uint8, (size(), size(), RECORD_BYTES), 16),
-        compact(Float32, (1,), 4),
-        compact(BFloat16, (tokens, rows), 16),
-        compact(Float32, (size(),), 16),
-        compact(Int32, (size(),), 4),
+        fake_compact(Uint8, (size(), size(), RECORD_BYTES), 16),
+        fake_compact(Float32, (1,), 4),
+        fake_compact(BFloat16, (tokens, rows), 16),
+        fake_compact(Float32, (size(),), 16),
+        fake_compact(Int32, (size(),), 4),
         Int32(1),
     )
 
@@ -289,6 +280,14 @@ def compile_skinny(arch: str, shape: SkinnyShape) -> Any:
 def counters(rows: int, device: torch.device) -> Tensor:
     """Zeroed int32 counters of a layer of ``rows`` rows; the kernel leaves them at zero."""
     return torch.zeros(-(-rows // ROWS), dtype=torch.int32, device=device)
+
+
+def planned_tokens(records: Tensor, in_features: int) -> list[int]:
+    """Numbers of tokens that take every launch which up to ``MOST_TOKENS`` take."""
+    sms, arch = num_sms(records.device.index or 0), current_arch()
+    size = (*records.shape[:2], in_features, sms, arch)
+    by_plan = {skinny_plan(tokens, *size): tokens for tokens in range(1, MOST_TOKENS + 1)}
+    return list(by_plan.values())
 
 
 def skinny_linear(

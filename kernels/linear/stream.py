@@ -176,7 +176,7 @@ class Stream:
         for number in cutlass.range(0, stages, 1):
             stage = Int32(number)
             chunk = (batch + stage) // (CHUNK // (COLUMNS * BATCH))
-            decode.barrier_wait(ready + 8 * chunk, Int32(0))
+            ptx.barrier_wait(ready + 8 * chunk, Int32(0))
             self._take(stage, words, pairs)
             self._read_tokens(x, 0, tokens)
             for r in cutlass.range_constexpr(BATCH):
@@ -196,7 +196,7 @@ class Stream:
         stages = self.shape.stages
         place = stage & (stages - 1)
         phase = stage // stages & 1
-        decode.barrier_wait(self.barriers + 8 * place, phase)
+        ptx.barrier_wait(self.barriers + 8 * place, phase)
         self._load_records(words, pairs, place * self.shape.place_bytes, self.count - stage * BATCH)
         # The place of the stage before: every lane has had its part of it in registers.
         cute.arch.sync_warp()
@@ -209,14 +209,14 @@ class Stream:
             if wanted is None:
                 loaded = decode.global_load_x4(address + 16 * i)
             else:
-                loaded = decode.global_load_x4_if(wanted, address + 16 * i)
+                loaded = ptx.global_load_u32x4_if(wanted, address + 16 * i)
             for j in range(4):
                 x[8 * at + 4 * i + j] = loaded[j]
 
     def _read_tokens(self, x: Any, at: int, address: Int32) -> None:
         """A staged token's columns for one record to tile `at` of x."""
         for i in range(2):
-            loaded = decode.shared_load_u32x4(address + 16 * i)
+            loaded = ptx.shared_load_u32x4(address + 16 * i)
             for j in range(4):
                 x[8 * at + 4 * i + j] = loaded[j]
 
@@ -224,7 +224,7 @@ class Stream:
         """This lane's codes and scales of a place; where ragged, zeros beyond `left` records."""
         for i in range(BATCH * self.shape.row_tiles):
             start = offset + i * RECORD_BYTES
-            loaded = decode.shared_load_u32x4(self.codes + start)
+            loaded = ptx.shared_load_u32x4(self.codes + start)
             pair = decode.shared_load_u16(self.scales + start)
             mask = choose(left > i % BATCH, Uint32(0xFFFFFFFF), Uint32(0))
             for j in range(4):
@@ -252,9 +252,9 @@ class Stream:
                 for c, value in enumerate(ptx.mma_bf16(weights, b, old)):
                     sums[at + c] = value
 
-    def zero(self, sums: Any) -> None:
-        """Clear the sums."""
-        for i in range(self.shape.sums):
+    def zero(self, sums: Any, number: int) -> None:
+        """Clear so many sums."""
+        for i in range(number):
             sums[i] = Float32(0.0)
 
     def leave(self, sums: Any) -> None:

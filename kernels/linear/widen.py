@@ -13,7 +13,6 @@ from typing import Any
 import cutlass
 import torch
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, Uint32, cute
-from cutlass.cute.runtime import make_fake_compact_tensor
 from torch import Tensor
 
 from sglang_dsv4.kernels.attention import instructions as ptx
@@ -23,6 +22,7 @@ from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
 from sglang_dsv4.kernels.linear import decode
 from sglang_dsv4.kernels.linear.records import CODE_BYTES, COLUMNS, RECORD_BYTES, ROWS
 from sglang_dsv4.kernels.linear.stream import UNDO
+from sglang_dsv4.kernels.operands import fake_compact
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -131,18 +131,14 @@ def compile_widen(arch: str, shape: WidenShape) -> Any:
     """Compile for an architecture and a static shape, from fake tensors; needs no GPU."""
     size = cute.sym_int32
 
-    def compact(dtype: Any, sizes: tuple, align: int) -> Any:
-        order = tuple(reversed(range(len(sizes))))
-        return make_fake_compact_tensor(dtype, sizes, stride_order=order, assumed_align=align)
-
     matrices = size()
     return compile_for(
         arch,
         Widen(shape),
-        compact(Uint8, (matrices, size(), size(), RECORD_BYTES), 16),
-        compact(Float32, (1,), 4),
+        fake_compact(Uint8, (matrices, size(), size(), RECORD_BYTES), 16),
+        fake_compact(Float32, (1,), 4),
         Float32(1.0),
-        compact(ELEMENTS[shape.dtype], (matrices, size(), size()), 16),
+        fake_compact(ELEMENTS[shape.dtype], (matrices, size(), size()), 16),
     )
 
 

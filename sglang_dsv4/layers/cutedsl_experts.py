@@ -19,6 +19,7 @@ from sglang_dsv4.kernels.linear.widen import widen_experts
 from sglang_dsv4.layers.expert_products import Source
 from sglang_dsv4.layers.experts_prefill import ROWS_WORTH, products, worthwhile
 from sglang_dsv4.layers.marlin import pad_experts, share_outer_scale
+from sglang_dsv4.layers.nvfp4_linear import replace_parameters
 from sglang_dsv4.layers.nvfp4_moe import Nvfp4MoEMethod
 
 if TYPE_CHECKING:
@@ -78,11 +79,8 @@ class CuteMoEMethod(Nvfp4MoEMethod):
         for name, scale_2 in (("w13", outer), ("w2", layer.w2_weight_scale_2.data)):
             weight = getattr(layer, f"{name}_weight").data
             records = pack_records(weight, getattr(layer, f"{name}_weight_scale").data)
-            for suffix in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
-                delattr(layer, f"{name}_{suffix}")
-            for suffix, value in (("weight", records), ("weight_scale_2", scale_2.contiguous())):
-                parameter = torch.nn.Parameter(value, requires_grad=False)
-                layer.register_parameter(f"{name}_{suffix}", parameter)
+            outer_scale = scale_2.contiguous()
+            replace_parameters(layer, f"{name}_", weight=records, weight_scale_2=outer_scale)
         if layer.w13_weight.is_cuda:
             self._compile(layer)
 

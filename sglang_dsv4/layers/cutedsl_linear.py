@@ -10,9 +10,14 @@ import torch
 
 from sglang_dsv4.kernels.linear.fp8 import FP8_OUTER, FP8_TOKENS, fp8_product, takes
 from sglang_dsv4.kernels.linear.records import pack_records
-from sglang_dsv4.kernels.linear.skinny import MOST_TOKENS, counters, records_linear
+from sglang_dsv4.kernels.linear.skinny import (
+    MOST_TOKENS,
+    counters,
+    planned_tokens,
+    records_linear,
+)
 from sglang_dsv4.kernels.linear.widen import widen_experts
-from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod
+from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod, replace_parameters
 
 
 class CuteLinearMethod(Nvfp4LinearMethod):
@@ -37,20 +42,17 @@ class CuteLinearMethod(Nvfp4LinearMethod):
         layer.rows = layer.weight.shape[0]
         weight = pack_records(layer.weight.data, layer.weight_scale.data)
         outer = layer.weight_scale_2.data.max().reshape(1)
-        for name in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
-            delattr(layer, name)
-        for name, value in (("weight", weight), ("weight_scale_2", outer)):
-            layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+        replace_parameters(layer, weight=weight, weight_scale_2=outer)
         layer.arrived = counters(layer.rows, weight.device)
         if weight.is_cuda:
             self._compile(layer)
 
     def _compile(self, layer: Any) -> None:
-        """One call for each number of tokens that a launch may differ by, so that none waits."""
+        """One call for each launch that a number of tokens may take, so that none waits."""
         inputs = layer.input_size_per_partition
         most = FP8_TOKENS if self.fp8 else MOST_TOKENS
         x = torch.zeros(most + 1, inputs, dtype=torch.bfloat16, device=layer.weight.device)
-        for tokens in (*range(1, MOST_TOKENS + 2), len(x)):
+        for tokens in (*planned_tokens(layer.weight, inputs), MOST_TOKENS + 1, len(x)):
             self.apply(layer, x[:tokens])
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -2,7 +2,7 @@
 
 Operands are bfloat16, or e4m3 with a scale for each row of activations. A weight is right but for a
 power of two and its expert's outer scale, which are applied to the float32 sums. The Hopper FP8
-instruction adds with about 14 bits; each ``_depth`` columns its sums go to float32 registers.
+instruction adds with about 14 bits; each ``DEPTH`` columns its sums go to float32 registers.
 """
 
 from collections.abc import Callable

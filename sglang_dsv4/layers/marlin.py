@@ -23,7 +23,7 @@ from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4A16Linear
 
 from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.layers.experts_prefill import compile_for, experts_prefill, worthwhile
-from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod
+from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod, replace_parameters
 from sglang_dsv4.layers.nvfp4_moe import Nvfp4MoEMethod
 
 if TYPE_CHECKING:
@@ -202,13 +202,10 @@ class MarlinMoEMethod(Nvfp4MoEMethod):
                 getattr(layer, f"{name}_weight_scale").data,
                 scale_2,
             )
-            for suffix in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
-                delattr(layer, f"{name}_{suffix}")
-            for suffix, value in zip(
-                ("weight", "weight_scale", "weight_scale_2"), packed, strict=True
-            ):
-                parameter = torch.nn.Parameter(value, requires_grad=False)
-                layer.register_parameter(f"{name}_{suffix}", parameter)
+            weight, scale, outer_scale = packed
+            replace_parameters(
+                layer, f"{name}_", weight=weight, weight_scale=scale, weight_scale_2=outer_scale
+            )
         compile_for(*packed_experts(layer), self.top_k, self.clamp, self.fp8)
         layer.workspace = marlin_utils.marlin_make_workspace(
             layer.w13_weight.device, max_blocks_per_sm=4

@@ -26,6 +26,18 @@ def modelopt_config() -> ModelOptFp4Config:
     )
 
 
+PARAMETERS = ("weight", "weight_scale", "weight_scale_2", "input_scale")
+"""What ModelOpt exports for a matrix; of experts with ``w13_`` or ``w2_`` before it."""
+
+
+def replace_parameters(layer: Any, prefix: str = "", **values: torch.Tensor) -> None:
+    """Drop the checkpoint's ``PARAMETERS`` of a matrix, and hold these tensors instead."""
+    for name in PARAMETERS:
+        delattr(layer, prefix + name)
+    for name, value in values.items():
+        layer.register_parameter(prefix + name, torch.nn.Parameter(value, requires_grad=False))
+
+
 class Nvfp4LinearMethod(ModelOptFp4LinearMethod):
     """Parameters as SGLang's ModelOpt method makes them; a subclass for each kernel."""
 
@@ -45,9 +57,7 @@ class DequantLinearMethod(Nvfp4LinearMethod):
         weight = dequantize_weight(
             layer.weight.data, layer.weight_scale.data, layer.weight_scale_2.data.max()
         ).to(layer.params_dtype)
-        for name in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
-            delattr(layer, name)
-        layer.weight = torch.nn.Parameter(weight, requires_grad=False)
+        replace_parameters(layer, weight=weight)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:
         """x [T, in] -> [T, out]."""

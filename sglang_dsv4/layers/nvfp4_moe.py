@@ -9,6 +9,7 @@ from sglang.srt.utils import set_weight_attrs
 
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 from sglang_dsv4.layers.dense_moe import DenseMoEMethod
+from sglang_dsv4.layers.nvfp4_linear import replace_parameters
 
 _BLOCK = {"quant_method": FusedMoeWeightScaleSupported.BLOCK.value}
 _TENSOR = {"quant_method": FusedMoeWeightScaleSupported.TENSOR.value}
@@ -65,9 +66,5 @@ class DequantMoEMethod(Nvfp4MoEMethod, DenseMoEMethod):
                 )
                 rows = [dequantize_weight(*half).to(layer.params_dtype) for half in halves]
                 torch.cat(rows, out=dense[expert])
-            for suffix in ("weight", "weight_scale", "weight_scale_2", "input_scale"):
-                delattr(layer, f"{name}_{suffix}")
-            layer.register_parameter(
-                f"{name}_weight", torch.nn.Parameter(dense, requires_grad=False)
-            )
+            replace_parameters(layer, f"{name}_", weight=dense)
         super().process_weights_after_loading(layer)

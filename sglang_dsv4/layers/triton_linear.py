@@ -11,7 +11,7 @@ import torch
 from sglang_dsv4.kernels.linear.fp8 import fp8_linear, takes
 from sglang_dsv4.kernels.linear.linear import counters, nvfp4_linear
 from sglang_dsv4.kernels.linear.packing import pack_weight
-from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod
+from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod, replace_parameters
 
 
 class TritonLinearMethod(Nvfp4LinearMethod):
@@ -32,10 +32,7 @@ class TritonLinearMethod(Nvfp4LinearMethod):
         """
         weight, scale = pack_weight(layer.weight.data, layer.weight_scale.data)
         outer = layer.weight_scale_2.data.max().reshape(1)
-        delattr(layer, "input_scale")
-        for name, value in (("weight", weight), ("weight_scale", scale), ("weight_scale_2", outer)):
-            delattr(layer, name)
-            layer.register_parameter(name, torch.nn.Parameter(value, requires_grad=False))
+        replace_parameters(layer, weight=weight, weight_scale=scale, weight_scale_2=outer)
         layer.arrived = counters(weight.shape[0], weight.device)
 
     def apply(self, layer: Any, x: torch.Tensor, bias: torch.Tensor | None = None) -> torch.Tensor:

@@ -39,8 +39,9 @@ class ExpertInstructions(RecordInstructions):
     def divide(self, a, b):
         return full(a, np.float32) / full(b, np.float32)
 
-    def popcount(self, x):
-        return np.int32(int(x).bit_count())
+    def count_bits(self, x):
+        """Of one number: one that tells where a lane reads."""
+        return np.uint32(int(x).bit_count())
 
     def named_barrier(self, number, threads):
         key = id(self.shared), int(number)
@@ -63,24 +64,6 @@ class ExpertDevice(RecordDevice):
     def launch(self, body, grid, threads, shared_size):
         self.named = {}
         super().launch(body, grid, threads, shared_size)
-
-
-def align(ids, block, experts, *, return_inactive_prefix_count):
-    """SGLang's ``moe_align_block_size``, which needs a GPU: slots without an expert come first.
-
-    Beyond the lists there is what an allocation holds by chance.
-    """
-    assert return_inactive_prefix_count
-    flat, rows, owners = ids.flatten(), [], []
-    for expert in range(-1, experts):
-        own = (flat == expert).nonzero().flatten().tolist()
-        own += [len(flat)] * (-len(own) % block)
-        rows += own
-        owners += [expert] * (len(own) // block)
-    counts = torch.tensor([len(rows), owners.count(-1)], dtype=torch.int32)
-    rows += [-(1 << 30), 1, 0, 1 << 30] * block
-    owners += [0, 1 << 30, -7, 3]
-    return torch.tensor(rows, dtype=torch.int32), torch.tensor(owners, dtype=torch.int32), counts
 
 
 def emulate(shape: Shape, x, records, outer, routed, lists, rows, limit, sms, per_sm):

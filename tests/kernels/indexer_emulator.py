@@ -12,12 +12,6 @@ class IndexerInstructions(Instructions):
     def shared_load_u8(self, address):
         return self.shared.load(address, 1, np.uint8)[0].astype(np.uint32)
 
-    def shared_load_u32(self, address):
-        return self.shared.load(address, 1, np.uint32)[0]
-
-    def shared_load_u32x4(self, address):
-        return self.shared.load(address, 4, np.uint32)
-
     def shared_store_u32_if(self, condition, address, a):
         self.shared.store(address, [a], np.uint32, full(condition, bool))
 
@@ -41,11 +35,6 @@ class IndexerInstructions(Instructions):
         values = self.device.memory.load(safe, 4, np.uint32)
         self.device.local.pending.append((np.array(full(shared, np.int32)), values, chosen))
 
-    def global_load_u32x4_if(self, condition, address):
-        chosen = full(condition, bool)
-        loaded = self.device.memory.load(np.where(chosen, address, 256), 4, np.uint32)
-        return tuple(np.where(chosen, value, np.uint32(0)) for value in loaded)
-
     def global_load_i32_if(self, condition, address):
         chosen = full(condition, bool)
         loaded = self.device.memory.load(np.where(chosen, address, 256), 1, np.int32)[0]
@@ -68,9 +57,6 @@ class IndexerInstructions(Instructions):
         halves = [np.stack([full(v, np.uint32) & 0xFFFF, full(v, np.uint32) >> 16]) for v in (a, b)]
         low, high = np.maximum(*halves)
         return (low | (high << np.uint32(16))).astype(np.uint32)
-
-    def count_bits(self, x):
-        return np.bitwise_count(full(x, np.uint32)).astype(np.uint32)
 
     def float_of(self, bits):
         return np.array(full(bits, np.uint32)).view(np.float32)
@@ -135,4 +121,5 @@ class IndexerDevice(Device):
         return arch
 
     def _replacements(self):
-        return {**super()._replacements(), "extra": IndexerInstructions(self)}
+        instructions = IndexerInstructions(self)
+        return {**super()._replacements(), "ptx": instructions, "extra": instructions}

@@ -58,20 +58,12 @@ class RecordInstructions(Instructions):
             both = self.mul_bf16x2(both, np.uint32(factor))
         return self.prmt(both, both, 0x1010), self.prmt(both, both, 0x3232)
 
-    def shared_load_u32x4(self, address):
-        return self.shared.load(address, 4, np.uint32)
-
     def shared_load_u16(self, address):
         return self.shared.load(address, 1, np.uint16)[0].astype(np.uint32)
 
     def shared_load_u32(self, address):
         """Of one address: a number that can be branched on."""
         return uniform(self.shared.load(address, 1, np.uint32)[0])
-
-    def global_load_x4_if(self, condition, address):
-        condition = full(condition, bool)
-        loaded = self.device.memory.load(np.where(condition, address, 256), 4, np.uint32)
-        return tuple(np.where(condition, value, np.uint32(0)) for value in loaded)
 
     def barriers_init(self, condition, address, number, arrivals):
         if not uniform(condition):

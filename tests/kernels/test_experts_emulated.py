@@ -2,7 +2,8 @@
 
 import pytest
 import torch
-from experts_emulation import align, compiled, emulate
+from experts_emulation import compiled, emulate
+from slot_lists import align
 
 from sglang_dsv4.kernels.experts import grouped
 from sglang_dsv4.kernels.experts.product import Shape

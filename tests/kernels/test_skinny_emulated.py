@@ -151,3 +151,18 @@ def test_a_token_that_is_not_finite_spoils_only_itself(staged):
     assert torch.equal(found[others], clean[others])
     assert found[5].isnan().all()
     assert not found[13].isfinite().any()
+
+
+@pytest.mark.parametrize(("out", "width"), [(1536, 4096), (100, 80)])
+def test_every_launch_of_a_layer_is_prepared(out, width, monkeypatch):
+    monkeypatch.setattr(skinny, "num_sms", lambda index: 132)
+    monkeypatch.setattr(skinny, "current_arch", lambda: "sm_90a")
+    down, across = -(-out // 16), -(-width // 64)
+    records = torch.empty(down, across, 576, dtype=torch.uint8)
+
+    def plan(tokens):
+        return skinny_plan(tokens, down, across, width, 132, "sm_90a")
+
+    chosen = skinny.planned_tokens(records, width)
+    assert {plan(tokens) for tokens in chosen} == {plan(tokens) for tokens in range(1, 65)}
+    assert len(chosen) < 20

@@ -186,6 +186,20 @@ class Instructions:
     def shared_load_f32x4(self, address):
         return self.shared.load(address, 4, np.float32)
 
+    def shared_load_u32(self, address):
+        return self.shared.load(address, 1, np.uint32)[0]
+
+    def shared_load_u32x4(self, address):
+        return self.shared.load(address, 4, np.uint32)
+
+    def count_bits(self, x):
+        return np.bitwise_count(full(x, np.uint32)).astype(np.uint32)
+
+    def global_load_u32x4_if(self, condition, address):
+        chosen = full(condition, bool)
+        loaded = self.device.memory.load(np.where(chosen, address, 256), 4, np.uint32)
+        return tuple(np.where(chosen, value, np.uint32(0)) for value in loaded)
+
     def global_load_x4(self, address):
         return self.device.memory.load(address, 4, np.uint32)
 

@@ -6,6 +6,7 @@ import pytest
 import torch
 from conftest import nvfp4
 from interpreted import convert_to_e4m3_as_torch, interpreted, round_to_bfloat16_as_torch
+from slot_lists import align
 
 from sglang_dsv4.kernels.reference.fp8 import WEIGHT_SHIFT, quantize_rows, widen_weight
 from sglang_dsv4.kernels.reference.moe import moe_experts
@@ -22,19 +23,6 @@ def dot(_, left, right, total, *options):
         torch.tensor(part.data).view(operands[part.data.itemsize]).float() for part in (left, right)
     )
     return type(total)((left @ right).numpy() + total.data, total.dtype)
-
-
-def align(ids, block, experts, *, return_inactive_prefix_count):
-    """SGLang's ``moe_align_block_size``, which needs a GPU: slots without an expert come first."""
-    assert return_inactive_prefix_count
-    flat, rows, owners = ids.flatten(), [], []
-    for expert in range(-1, experts):
-        own = (flat == expert).nonzero().flatten().tolist()
-        own += [len(flat)] * (-len(own) % block)
-        rows += own
-        owners += [expert] * (len(own) // block)
-    counts = torch.tensor([len(rows), owners.count(-1)], dtype=torch.int32)
-    return torch.tensor(rows, dtype=torch.int32), torch.tensor(owners, dtype=torch.int32), counts
 
 
 @pytest.fixture

@@ -159,7 +159,7 @@ class Gather:
                 place, bits = start + warp * WARP_BYTES, data[half][26]
                 ask = (lists, warp, lane, key, tile, count - n, upcoming, far, where, data[half])
                 early = self._decode(half, group, lane, data[half], False)
-                hopper.barrier_wait(self.empty(barriers, buffer, half), parity ^ 1)
+                ptx.barrier_wait(self.empty(barriers, buffer, half), parity ^ 1)
                 self._store(half, group, place, lane, early, False)
                 late = self._decode(half, group, lane, data[half], True)
                 self._store(half, group, place, lane, late, True)

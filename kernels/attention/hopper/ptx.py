@@ -40,16 +40,6 @@ def barrier_arrive(address: Int32, *, loc: Any = None, ip: Any = None) -> None:
 
 
 @dsl_user_op
-def barrier_wait(address: Int32, parity: Int32, *, loc: Any = None, ip: Any = None) -> None:
-    """Wait until the phase of this parity is complete; on a fresh mbarrier parity 1 passes."""
-    text = (
-        "{.reg .pred p; AGAIN: mbarrier.try_wait.parity.shared::cta.b64 p, [$0], $1; "
-        "@p bra DONE; bra AGAIN; DONE: }"
-    )
-    _asm([], [address, parity], text, "r,r" + _MEMORY, True, loc, ip)
-
-
-@dsl_user_op
 def fence_async(*, loc: Any = None, ip: Any = None) -> None:
     """Order this thread's shared stores before later reads by wgmma."""
     _asm([], [], "fence.proxy.async.shared::cta;", "~{memory}", True, loc, ip)

@@ -381,7 +381,7 @@ class WideAttention:
         self.rescale(sums, factors)
         start = self.keys + buffer * tiles.BUFFER_BYTES
         self.add_left(sums, weights, hopper.descriptor_mn_major(start, tiles.ATOM_BYTES))
-        hopper.barrier_wait(self.taken(n), ((n >> 1) & 1) ^ 1)
+        ptx.barrier_wait(self.taken(n), ((n >> 1) & 1) ^ 1)
 
     @cute.jit
     def release(self, n: Int32) -> None:
@@ -395,7 +395,7 @@ class WideAttention:
         buffer, parity = self.gather.place(n)
         query = hopper.descriptor_k_major(self.query)
         keys = hopper.descriptor_k_major(self.keys + buffer * tiles.BUFFER_BYTES)
-        hopper.barrier_wait(self.gather.full(self.barriers, buffer, 0), parity)
+        ptx.barrier_wait(self.gather.full(self.barriers, buffer, 0), parity)
         s = hopper.wgmma_ss(32, query, keys, QK_STEPS, 0)
         for i in range(32):
             scores[i] = s[i]
@@ -406,7 +406,7 @@ class WideAttention:
         step = tiles.HALF_BYTES
         query = hopper.descriptor_k_major(self.query + step)
         keys = hopper.descriptor_k_major(self.keys + buffer * tiles.BUFFER_BYTES + step)
-        hopper.barrier_wait(self.gather.full(self.barriers, buffer, 1), parity)
+        ptx.barrier_wait(self.gather.full(self.barriers, buffer, 1), parity)
         s = [scores[i] for i in range(32)]
         s = hopper.wgmma_ss(s, query, keys, QK_STEPS[:-LEAD], 0)
         s = hopper.wgmma_ss(s, query, keys, QK_STEPS[-LEAD:], 0)
@@ -524,8 +524,8 @@ class WideAttention:
         factors = cute.make_rmem_tensor(2, Float32)
         for n in cutlass.range(done, done + count):
             buffer, parity = self.gather.place(n)
-            hopper.barrier_wait(self.filled(n), (n >> 1) & 1)
-            hopper.barrier_wait(self.gather.full(self.barriers, buffer, 1), parity)
+            ptx.barrier_wait(self.filled(n), (n >> 1) & 1)
+            ptx.barrier_wait(self.gather.full(self.barriers, buffer, 1), parity)
             for h in cutlass.range_constexpr(2):
                 at = self.factors + (n & 1) * FACTOR_BYTES + (self.row + 8 * h) * 4
                 factors[h] = ptx.shared_load_f32(at)

@@ -16,6 +16,8 @@ if not torch.cuda.is_available():
 if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs sm_90", allow_module_level=True)
 
+from linear_cases import inputs, random_weight
+
 from sglang_dsv4.kernels.linear import linear
 from sglang_dsv4.kernels.linear.dense import widen
 from sglang_dsv4.kernels.linear.packing import pack_weight
@@ -26,22 +28,10 @@ SHAPES = [(1536, 4096), (4096, 2048), (32768, 1024), (100, 96), (1, 16), (2064, 
 
 @functools.cache
 def case(out: int, width: int):
-    draw = torch.Generator("cuda").manual_seed(out + width)
-    make = functools.partial(torch.randint, generator=draw, device="cuda")
-    weight = make(0, 256, (out, width // 2), dtype=torch.uint8)
-    scale = torch.exp2(torch.rand(out, width // 16, generator=draw, device="cuda") * 14 - 7)
-    scale[0, 0], scale[-1, -1] = 448.0, 2.0**-9
-    scale = scale.to(torch.float8_e4m3fn)
+    weight, scale = random_weight(out, width)
     scale_2 = torch.tensor([0.37], device="cuda")
     dense = dequantize_weight(weight, scale, scale_2).double()
     return (*pack_weight(weight, scale), scale_2), dense
-
-
-def inputs(tokens: int, width: int) -> torch.Tensor:
-    """Rows of a wider matrix whose other columns are NaN."""
-    x = torch.full((tokens, width + 24), float("nan"), device="cuda", dtype=torch.bfloat16)
-    x[:, :width] = torch.randn(tokens, width, device="cuda")
-    return x[:, :width]
 
 
 def bounds(x: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:

@@ -14,6 +14,8 @@ import torch
 if not torch.cuda.is_available():
     pytest.skip("needs a CUDA device", allow_module_level=True)
 
+from linear_cases import inputs, random_weight
+
 from sglang_dsv4.kernels.hardware import current_arch, num_sms
 from sglang_dsv4.kernels.linear import skinny, widen
 from sglang_dsv4.kernels.linear.records import pack_records, unpack_records
@@ -37,25 +39,13 @@ SCALE_2 = 0.37
 
 @functools.cache
 def case(out: int, width: int):
-    draw = torch.Generator("cuda").manual_seed(out + width)
-    make = functools.partial(torch.randint, generator=draw, device="cuda")
-    weight = make(0, 256, (out, width // 2), dtype=torch.uint8)
-    scale = torch.exp2(torch.rand(out, width // 16, generator=draw, device="cuda") * 14 - 7)
-    scale[0, 0], scale[-1, -1] = 448.0, 2.0**-9
-    scale = scale.to(torch.float8_e4m3fn)
+    weight, scale = random_weight(out, width)
     scale_2 = torch.tensor([SCALE_2], device="cuda")
     records = pack_records(weight, scale)
     again, scale_again = unpack_records(records, out, width)
     assert torch.equal(again, weight)
     assert torch.equal(scale_again.view(torch.uint8), scale.view(torch.uint8))
     return records, scale_2, dequantize_weight(weight, scale, scale_2).double()
-
-
-def inputs(tokens: int, width: int) -> torch.Tensor:
-    """Rows of a wider matrix whose other columns are NaN."""
-    x = torch.full((tokens, width + 24), float("nan"), device="cuda", dtype=torch.bfloat16)
-    x[:, :width] = torch.randn(tokens, width, device="cuda")
-    return x[:, :width]
 
 
 def bounds(x: torch.Tensor, dense: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
