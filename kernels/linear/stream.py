@@ -69,10 +69,13 @@ class StreamShape:
 
     @property
     def warp_bytes(self) -> int:
-        """Shared memory of a warp, a multiple of 64: barriers and the ring, later the sums."""
-        ring = _BARRIER_BYTES + self.stages * self.place_bytes
+        """Shared memory of a warp, a multiple of 64: barriers, then the ring, later the sums.
+
+        Sums written over live barriers were not read back as written (H200).
+        """
+        ring = self.stages * self.place_bytes
         sums = 4 * 8 * self.token_tiles * self.pitch
-        return -(-max(ring, sums) // 64) * 64
+        return _BARRIER_BYTES + -(-max(ring, sums) // 64) * 64
 
     @property
     def token_bytes(self) -> int:
@@ -261,7 +264,7 @@ class Stream:
         """Write the sums to the warp's shared memory, for `left_at`, when its ring is through."""
         shape = self.shape
         lane = cute.arch.lane_idx()
-        start = self.barriers + ((lane & 3) * (2 * shape.pitch) + (lane >> 2)) * 4
+        start = self.places + ((lane & 3) * (2 * shape.pitch) + (lane >> 2)) * 4
         for m in range(shape.row_tiles):
             for n in range(shape.token_tiles):
                 for c in range(4):
@@ -274,4 +277,4 @@ class Stream:
 
         Args: row: of 16 row_tiles; token: of 8 token_tiles.
         """
-        return ring + (token * self.shape.pitch + row) * 4
+        return ring + _BARRIER_BYTES + (token * self.shape.pitch + row) * 4

@@ -118,7 +118,10 @@ def test_widened_experts(rows, width):
     records = pack_records(weight, scale)
     for dtype, factor in ((torch.bfloat16, 2.0**-7), (torch.float8_e4m3fn, 2.0**-3)):
         wanted = torch.stack(
-            [dequantize_weight(weight[e], scale[e], torch.tensor(factor)) for e in (1, 2, 3)]
+            [
+                dequantize_weight(weight[e], scale[e], torch.tensor(factor, device="cuda"))
+                for e in (1, 2, 3)
+            ]
         )
         out = torch.empty(3, rows, width, dtype=dtype, device="cuda")
         widen.widen_experts(records, 1, out, factor)
