@@ -12,6 +12,7 @@ from sglang_dsv4.kernels.jit import cubin_of
 from sglang_dsv4.kernels.linear.skinny import compile_skinny
 from sglang_dsv4.kernels.linear.skinny_plan import (
     RESERVED_BYTES,
+    STAGED_STAGES,
     THREADS,
     SkinnyShape,
     skinny_plan,
@@ -69,7 +70,8 @@ def count(lines: list[str], what: str) -> int:
 
 def shape_of(key: tuple, ragged: bool = False, shared: bool = False) -> SkinnyShape:
     row_tiles, token_tiles, staged, row_warps, blocks = key
-    stream = StreamShape(row_tiles, token_tiles, ragged, staged)
+    stages = STAGED_STAGES if staged else 4
+    stream = StreamShape(row_tiles, token_tiles, ragged, staged, stages)
     return SkinnyShape(stream, row_warps, shared, blocks)
 
 
