@@ -156,7 +156,7 @@ def _staged_plans(
 
 
 def _cost(plan: SkinnyPlan, tokens: int, down: int, batches: int, sms: int) -> float:
-    """Bytes that the busiest multiprocessor moves, or could in the time: blocks, parts of a tile."""
+    """What the busiest multiprocessor does, in bytes: its blocks, then the parts of one tile."""
     shape = plan.shape
     blocks = -(-down * ROWS // shape.rows) * plan.splits
     columns = -(-batches // plan.splits) * COLUMNS * BATCH
