@@ -5,7 +5,6 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from sglang_dsv4.kernels.hardware import SHARED_BYTES
 from sglang_dsv4.kernels.jit import cubin_of
@@ -18,7 +17,6 @@ from sglang_dsv4.kernels.linear.skinny_plan import (
     skinny_plan,
 )
 from sglang_dsv4.kernels.linear.stream import StreamShape
-from sglang_dsv4.kernels.linear.widen import WidenShape, compile_widen
 
 triton = pytest.importorskip("triton", reason="its wheel carries nvdisasm and cuobjdump")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -137,20 +135,3 @@ def test_plans_fit(rows, width, tokens, arch):
     if stream.staged:
         batches = -(-across // 2)
         assert -(-batches // plan.splits) * 128 <= stream.staged
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    ("dtype", "exact", "scaled", "stores"),
-    [
-        (torch.bfloat16, True, False, 16),
-        (torch.bfloat16, False, True, 16),
-        (torch.float8_e4m3fn, False, False, 8),
-    ],
-)
-def test_widening(dtype, exact, scaled, stores, arch, tmp_path):
-    shape = WidenShape(dtype, exact, scaled)
-    lines, _ = disassemble(compile_widen, arch, shape, tmp_path)
-    assert count(lines, "STG.E.128") == stores
-    assert count(lines, "LDG.E.128") == 4
-    assert not count(lines, "LDL") and not count(lines, "STL")
