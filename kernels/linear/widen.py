@@ -1,10 +1,10 @@
 """Records to matrices of 16-bit or 8-bit elements, for a product with many tokens.
 
-A warp takes two neighbouring records of a row of records, then those below them, `tiles` times, and
-reads ahead by one. What a lane decodes at a time is 16 bytes of row g and 16 of row g + 8: two words
-of a record for bfloat16, four for e4m3. Eight neighbouring lanes have a whole line of 128 bytes of a
-row (one record's columns in bfloat16, two records' in e4m3), so each store fills four lines.
-Half-filled sectors, as of lanes that store their 32 bytes in two parts, would cost L2 two writes.
+A warp takes two neighbouring records of a row of records, then those below them, `tiles` times,
+and reads ahead by one. What a lane decodes at a time is 16 bytes of row g and 16 of row g + 8: two
+words of a record for bfloat16, four for e4m3. Eight neighbouring lanes have a whole line of 128
+bytes of a row (one record's columns in bfloat16, two records' in e4m3), so each store fills four
+lines; half a sector at a time would be two writes for L2.
 
 A value is 0.5625 bytes read and 2 (1) written; [4096, 4096] to bfloat16 moves 43 MB. For a record
 (1024 values), everything included, a warp issues 83 slots to exact bfloat16, 163 to scaled bfloat16

@@ -41,6 +41,11 @@ def weights(count, rows, width):
     return weight.to(torch.uint8), scale.to(torch.uint8).view(torch.float8_e4m3fn)
 
 
+def assert_same_bits(found, wanted):
+    """The sign of zero too."""
+    assert torch.equal(found.view(CODES[found.dtype]), wanted.view(CODES[wanted.dtype]))
+
+
 SIZES = [(1, 1, 16), (1, 17, 80), (2, 35, 2112), (3, 100, 208), (1, 128, 128)]
 
 
@@ -53,17 +58,15 @@ def test_values_over_128_are_exact(count, rows, width, tiles):
     wanted = torch.stack(
         [dequantize_weight(w, s, torch.tensor(2.0**-7)) for w, s in zip(weight, scale, strict=True)]
     )
-    assert torch.equal(found.float(), wanted)
+    assert_same_bits(found, wanted.bfloat16())
 
 
 def test_scaled_values_are_rounded_once():
     weight, scale = weights(1, 17, 80)
     shape = widen.WidenShape(torch.bfloat16, False, True)
     found = emulate(shape, pack_records(weight, scale), 0.37, 128.0, 17, 80)[0]
-    # Half a unit of bfloat16's last place, up to 2^-8; products of float32 are 2^-24 off, which
-    # may turn a tie.
-    wanted = dequantize_weight(weight[0], scale[0], torch.tensor(0.37)).double()
-    assert (found.double() - wanted).abs().le(wanted.abs() * (2.0**-8 + 2.0**-23)).all()
+    exact = dequantize_weight(weight[0], scale[0], torch.tensor(1.0))
+    assert_same_bits(found, (exact * torch.tensor(0.37)).bfloat16())
 
 
 @pytest.mark.parametrize("tiles", [1, 3, 4])
@@ -77,8 +80,7 @@ def test_e4m3_rounds_and_saturates(count, rows, width, tiles):
         [dequantize_weight(w, s, torch.tensor(factor)) for w, s in zip(weight, scale, strict=True)]
     )
     assert rows * width < 1024 or (wanted.abs() > 448).any()
-    wanted = wanted.clamp(-448, 448).to(torch.float8_e4m3fn)
-    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    assert_same_bits(found, wanted.clamp(-448, 448).to(torch.float8_e4m3fn))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
