@@ -211,9 +211,8 @@ def compile_widen(arch: str, shape: WidenShape) -> Any:
 
 def row_tiles(matrices: int, down: int, across: int, sms: int) -> int:
     """Rows of records of a warp: as many as leave a warp for each place of ``sms``."""
-    return max(
-        1, min(MOST_TILES, matrices * down * -(-across // RECORDS) // (sms * BLOCKS * WARPS))
-    )
+    warps = matrices * down * -(-across // RECORDS)
+    return max(1, min(MOST_TILES, warps // (sms * BLOCKS * WARPS)))
 
 
 def widen(records: Tensor, scale_2: Tensor, out_features: int, in_features: int) -> Tensor:
@@ -250,5 +249,6 @@ def _launch(records: Tensor, scale_2: Tensor | None, factor: float, out: Tensor)
         scale_2 = torch.empty(1, dtype=torch.float32, device=records.device)
     if out.dtype != torch.bfloat16:
         out = out.view(torch.uint8)
-    tiles = row_tiles(*records.shape[:3], num_sms(records.device.index or 0))
+    matrices, down, across, _ = records.shape
+    tiles = row_tiles(matrices, down, across, num_sms(records.device.index or 0))
     kernel(records.contiguous(), scale_2, factor, out, tiles)
