@@ -235,3 +235,24 @@ def store_u32x4_if(
     text = "{.reg .pred p; setp.ne.b32 p, $0, 0; @p st.global.v4.b32 [$1], {$2,$3,$4,$5};}"
     operands = [Int32(condition), address, *values]
     _asm([], operands, text, "r,l,r,r,r,r" + _MEMORY, True, loc, ip)
+
+
+@dsl_user_op
+def load_codes_if(
+    condition: Any, codes: Int64, scales: Int64, old: list, *, loc: Any = None, ip: Any = None
+) -> Any:
+    """Two or four words of codes and a scale pair of read-only data where the condition holds.
+
+    Args: codes, scales: addresses; old: words and pair that are returned where it does not.
+    """
+    pair = len(old) - 1
+    words = ",".join(f"${i}" for i in range(pair))
+    text = (
+        f"{{.reg .pred p; setp.ne.b32 p, ${pair + 1}, 0; "
+        f"@p ld.global.nc.L1::no_allocate.v{pair}.b32 {{{words}}}, [${pair + 2}]; "
+        f"@p ld.global.nc.L1::no_allocate.u16 ${pair}, [${pair + 3}];}}"
+    )
+    tied = "".join(f",{i}" for i in range(pair + 1))
+    constraints = "=&r," * (pair + 1) + "r,l,l" + tied + _MEMORY
+    operands = [Int32(condition), codes, scales, *old]
+    return _asm([Uint32] * (pair + 1), operands, text, constraints, True, loc, ip)

@@ -141,6 +141,17 @@ class RecordInstructions(Instructions):
     def store_u32x4_if(self, condition, address, values):
         self._store_where(condition, address, values, np.uint32)
 
+    def load_codes_if(self, condition, codes, scales, old):
+        condition = full(condition, bool)
+        loaded = []
+        for address, count, kind in ((codes, len(old) - 1, np.uint32), (scales, 1, np.uint16)):
+            chosen = np.where(condition, address, 256)
+            loaded += self.device.memory.load(chosen, count, kind)
+        return tuple(
+            np.where(condition, new, full(before, np.uint32)).astype(np.uint32)
+            for new, before in zip(loaded, old, strict=True)
+        )
+
     def bf16x2_to_f32x2(self, pair):
         pair = full(pair, np.uint32)
         return tuple(bf16_to_f32(half) for half in (pair & 0xFFFF, pair >> 16))

@@ -5,19 +5,18 @@ import subprocess
 from pathlib import Path
 
 import pytest
-import torch
 
 from sglang_dsv4.kernels.hardware import SHARED_BYTES
 from sglang_dsv4.kernels.jit import cubin_of
 from sglang_dsv4.kernels.linear.skinny import compile_skinny
 from sglang_dsv4.kernels.linear.skinny_plan import (
     RESERVED_BYTES,
+    STAGED_STAGES,
     THREADS,
     SkinnyShape,
     skinny_plan,
 )
 from sglang_dsv4.kernels.linear.stream import StreamShape
-from sglang_dsv4.kernels.linear.widen import WidenShape, compile_widen
 
 triton = pytest.importorskip("triton", reason="its wheel carries nvdisasm and cuobjdump")
 TOOLS = Path(triton.__file__).parent / "backends" / "nvidia" / "bin"
@@ -69,7 +68,8 @@ def count(lines: list[str], what: str) -> int:
 
 def shape_of(key: tuple, ragged: bool = False, shared: bool = False) -> SkinnyShape:
     row_tiles, token_tiles, staged, row_warps, blocks = key
-    stream = StreamShape(row_tiles, token_tiles, ragged, staged)
+    stages = STAGED_STAGES if staged else 4
+    stream = StreamShape(row_tiles, token_tiles, ragged, staged, stages)
     return SkinnyShape(stream, row_warps, shared, blocks)
 
 
@@ -135,20 +135,3 @@ def test_plans_fit(rows, width, tokens, arch):
     if stream.staged:
         batches = -(-across // 2)
         assert -(-batches // plan.splits) * 128 <= stream.staged
-
-
-@pytest.mark.parametrize("arch", ARCHS)
-@pytest.mark.parametrize(
-    ("dtype", "exact", "scaled", "stores"),
-    [
-        (torch.bfloat16, True, False, 16),
-        (torch.bfloat16, False, True, 16),
-        (torch.float8_e4m3fn, False, False, 8),
-    ],
-)
-def test_widening(dtype, exact, scaled, stores, arch, tmp_path):
-    shape = WidenShape(dtype, exact, scaled)
-    lines, _ = disassemble(compile_widen, arch, shape, tmp_path)
-    assert count(lines, "STG.E.128") == stores
-    assert count(lines, "LDG.E.128") == 4
-    assert not count(lines, "LDL") and not count(lines, "STL")

@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 import torch
-from records_emulation import RecordDevice
+from records_emulation import RecordDevice, RecordInstructions
 
 from sglang_dsv4.kernels.linear import widen
 from sglang_dsv4.kernels.linear.records import pack_records
@@ -12,7 +12,7 @@ from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 CODES = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 
-def emulate(shape, records, scale_2, factor, rows, width):
+def emulate(shape, records, scale_2, factor, rows, width, tiles=1):
     """Widened matrices [n, rows, width]; what lies behind them must stay as it was."""
     device = RecordDevice(1 << 22)
     names = device.load(widen)
@@ -20,11 +20,11 @@ def emulate(shape, records, scale_2, factor, rows, width):
     kind = kinds[shape.dtype.itemsize]
     operands = [device.tensor(records.numpy()), device.tensor(np.array([scale_2], np.float32))]
     out = device.tensor(np.full((len(records) + 1, rows, width), 0x55, kind))
-    across = records.shape[2]
-    grid = (-(-across // (widen.WARPS * widen.RECORDS)), records.shape[1], len(records))
+    matrices, down, across = records.shape[:3]
+    warps = -(-down // tiles) * -(-across // widen.RECORDS)
     device.launch(
-        lambda: names["Widen"](shape).kernel(*operands, np.float32(factor), out),
-        grid,
+        lambda: names["Widen"](shape).kernel(*operands, np.float32(factor), out, np.int32(tiles)),
+        (-(-warps // widen.WARPS), matrices, 1),
         widen.THREADS,
         0,
     )
@@ -41,35 +41,71 @@ def weights(count, rows, width):
     return weight.to(torch.uint8), scale.to(torch.uint8).view(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize(("count", "rows", "width"), [(1, 1, 16), (1, 17, 80), (2, 35, 2112)])
-def test_values_over_128_are_exact(count, rows, width):
+def assert_same_bits(found, wanted):
+    """The sign of zero too."""
+    assert torch.equal(found.view(CODES[found.dtype]), wanted.view(CODES[wanted.dtype]))
+
+
+SIZES = [(1, 1, 16), (1, 17, 80), (2, 35, 2112), (3, 100, 208), (1, 128, 128)]
+
+
+@pytest.mark.parametrize("tiles", [1, 3, 4])
+@pytest.mark.parametrize(("count", "rows", "width"), SIZES)
+def test_values_over_128_are_exact(count, rows, width, tiles):
     weight, scale = weights(count, rows, width)
     shape = widen.WidenShape(torch.bfloat16, True, False)
-    found = emulate(shape, pack_records(weight, scale), 9.0, 1.0, rows, width)
+    found = emulate(shape, pack_records(weight, scale), 9.0, 1.0, rows, width, tiles)
     wanted = torch.stack(
         [dequantize_weight(w, s, torch.tensor(2.0**-7)) for w, s in zip(weight, scale, strict=True)]
     )
-    assert torch.equal(found.float(), wanted)
+    assert_same_bits(found, wanted.bfloat16())
 
 
 def test_scaled_values_are_rounded_once():
     weight, scale = weights(1, 17, 80)
     shape = widen.WidenShape(torch.bfloat16, False, True)
     found = emulate(shape, pack_records(weight, scale), 0.37, 128.0, 17, 80)[0]
-    # Half a unit of bfloat16's last place, up to 2^-8; products of float32 are 2^-24 off, which
-    # may turn a tie.
-    wanted = dequantize_weight(weight[0], scale[0], torch.tensor(0.37)).double()
-    assert (found.double() - wanted).abs().le(wanted.abs() * (2.0**-8 + 2.0**-23)).all()
+    exact = dequantize_weight(weight[0], scale[0], torch.tensor(1.0))
+    assert_same_bits(found, (exact * torch.tensor(0.37)).bfloat16())
 
 
-def test_e4m3_rounds_and_saturates():
-    weight, scale = weights(2, 16, 64)
+@pytest.mark.parametrize("tiles", [1, 3, 4])
+@pytest.mark.parametrize(("count", "rows", "width"), [(2, 16, 64), *SIZES])
+def test_e4m3_rounds_and_saturates(count, rows, width, tiles):
+    weight, scale = weights(count, rows, width)
     shape = widen.WidenShape(torch.float8_e4m3fn, False, False)
     factor = 0.5
-    found = emulate(shape, pack_records(weight, scale), 9.0, factor * 2.0**7, 16, 64)
+    found = emulate(shape, pack_records(weight, scale), 9.0, factor * 2.0**7, rows, width, tiles)
     wanted = torch.stack(
         [dequantize_weight(w, s, torch.tensor(factor)) for w, s in zip(weight, scale, strict=True)]
     )
-    assert (wanted.abs() > 448).any()
-    wanted = wanted.clamp(-448, 448).to(torch.float8_e4m3fn)
-    assert torch.equal(found.view(torch.uint8), wanted.view(torch.uint8))
+    assert rows * width < 1024 or (wanted.abs() > 448).any()
+    assert_same_bits(found, wanted.clamp(-448, 448).to(torch.float8_e4m3fn))
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
+def test_each_store_fills_four_lines(dtype, monkeypatch):
+    stores = []
+    store = RecordInstructions.store_u32x4_if
+
+    def recorded(self, condition, address, values):
+        if not np.any(condition):
+            return
+        assert np.all(condition)
+        stores.append(np.unique(address // widen.LINE, return_counts=True)[1])
+        store(self, condition, address, values)
+
+    monkeypatch.setattr(RecordInstructions, "store_u32x4_if", recorded)
+    weight, scale = weights(1, 32, 256)
+    shape = widen.WidenShape(dtype, False, False)
+    emulate(shape, pack_records(weight, scale), 9.0, 1.0, 32, 256, 2)
+    assert len(stores) == 32 * 256 * dtype.itemsize // 512
+    assert all(lines.tolist() == [8] * 4 for lines in stores)
+
+
+def test_rows_of_a_warp():
+    """Small weights are spread over all multiprocessors; large ones are read ahead."""
+    assert widen.row_tiles(1, 1, 1, 132) == 1
+    assert widen.row_tiles(1, 256, 64, 132) == 1
+    assert widen.row_tiles(1, 512, 64, 132) == 3
+    assert widen.row_tiles(64, 256, 64, 132) == widen.MOST_TILES

@@ -107,27 +107,6 @@ def test_many_tokens(out, width, tokens):
     assert (found.double() - wanted).abs().le(bound + 6 * spread).all()
 
 
-@pytest.mark.parametrize(("rows", "width"), [(64, 128), (35, 80)])
-def test_widened_experts(rows, width):
-    draw = torch.Generator("cuda").manual_seed(rows)
-    size = (5, rows, width // 2)
-    weight = torch.randint(0, 256, size, generator=draw, device="cuda", dtype=torch.uint8)
-    size = (5, rows, width // 16)
-    scale = torch.randint(0, 127, size, generator=draw, device="cuda", dtype=torch.uint8)
-    scale = scale.view(torch.float8_e4m3fn)
-    records = pack_records(weight, scale)
-    for dtype, factor in ((torch.bfloat16, 2.0**-7), (torch.float8_e4m3fn, 2.0**-3)):
-        wanted = torch.stack(
-            [
-                dequantize_weight(weight[e], scale[e], torch.tensor(factor, device="cuda"))
-                for e in (1, 2, 3)
-            ]
-        )
-        out = torch.empty(3, rows, width, dtype=dtype, device="cuda")
-        widen.widen_experts(records, 1, out, factor)
-        assert torch.equal(out.float(), wanted.clamp(-448, 448).to(dtype).float())
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("tokens", [1, 8, 64])
 @pytest.mark.parametrize(("out", "width"), [(1536, 4096), (512, 4096)])
