@@ -60,8 +60,10 @@ def test_reduced_configs_keep_the_order_of_layers():
 
 
 def test_table_of_a_comparison():
-    plan = workloads([1, 32], input_len=8, output_len=4)
-    assert [w.requests for w in plan] == [4, 64]
+    plan = workloads([1, 32], input_len=8, output_len=4, prefill_len=24)
+    assert [w.requests for w in plan] == [4, 64, 64]
+    assert [w.output_len for w in plan] == [4, 4, 2]
+    assert " ".join(plan[2].options).startswith("--dataset-name random-ids --random-input-len 24 ")
     values = {"throughput": 10.0, "ttft": 4.0, "tpot": 2.0, "cpu": 1.0}
     twice = {name: 2 * value for name, value in values.items()}
     left = Side({w.name: twice for w in plan}, 300)

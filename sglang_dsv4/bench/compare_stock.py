@@ -3,8 +3,10 @@
 ``python -m sglang_dsv4.bench.compare_stock`` (or ``bash launch/bench_serving.sh --compare-stock``)
 writes a random NVFP4 checkpoint of a few layers, serves it with this plugin, then serves the same
 shapes in stock SGLang's FP8 with dummy weights and without plugins, and runs SGLang's bench_serving
-on both. The radix cache is off, since random prompts would find nothing in it. Each workload runs
-twice and the second run counts, since both servers compile some kernels when they meet a new shape.
+on both: random prompts with answers at several numbers of concurrent requests, and long prompts
+with answers of two tokens, whose tokens/s are the prefill rate. The radix cache is off, since
+random prompts would find nothing in it. Each workload runs twice and the second run counts, since
+both servers compile some kernels when they meet a new shape.
 It exits 0 when it could measure, 2 when it could not; it judges nothing.
 """
 
@@ -31,6 +33,9 @@ from sglang_dsv4.errors import Dsv4Error
 from sglang_dsv4.failure import EXIT_STATUS
 
 SERVED_NAME = "random"
+PREFILL_REQUESTS, PREFILL_CLIENTS = 64, 16
+PREFILL_OUTPUT = 2
+"""Two, since a time per output token needs two."""
 # Its experts would be MXFP4 by default, which is not what its FP8 kernels are compared in. DeepGEMM
 # would compile every batch size up to 16384 before the server answers; so it does when needed.
 STOCK_FP8_ENV = STOCK_ENV | {
@@ -47,20 +52,25 @@ class Side:
     capacity: int
 
 
-def workloads(concurrencies: Sequence[int], input_len: int, output_len: int) -> list[Workload]:
-    """One workload of random token ids for each number of concurrent requests."""
-    made = []
-    for clients in concurrencies:
-        requests = max(4, 2 * clients)
-        options = (
-            f"--dataset-name random-ids --random-input-len {input_len} --random-output-len "
-            f"{output_len} --random-range-ratio 1.0 --num-prompts {requests} "
-            f"--max-concurrency {clients}"
-        )
-        made.append(
-            Workload(f"concurrency {clients}", requests, output_len, tuple(options.split()))
-        )
-    return made
+def workloads(
+    concurrencies: Sequence[int], input_len: int, output_len: int, prefill_len: int
+) -> list[Workload]:
+    """Random token ids: a workload for each number of concurrent requests, and one of prefill."""
+    made = [
+        _random(f"concurrency {clients}", max(4, 2 * clients), clients, input_len, output_len)
+        for clients in concurrencies
+    ]
+    size = (PREFILL_REQUESTS, PREFILL_CLIENTS, prefill_len, PREFILL_OUTPUT)
+    return [*made, _random(f"prefill of {prefill_len}", *size)]
+
+
+def _random(name: str, requests: int, clients: int, input_len: int, output_len: int) -> Workload:
+    options = (
+        f"--dataset-name random-ids --random-input-len {input_len} --random-output-len "
+        f"{output_len} --random-range-ratio 1.0 --num-prompts {requests} "
+        f"--max-concurrency {clients}"
+    )
+    return Workload(name, requests, output_len, tuple(options.split()))
 
 
 def serve_options(args: argparse.Namespace) -> list[str]:
@@ -130,7 +140,7 @@ def render(plan: Sequence[Workload], left: Side, right: Side) -> str:
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure both sides and print the table; the exit status is described above."""
     args = _parse(argv)
-    plan = workloads(args.concurrency, args.input_len, args.output_len)
+    plan = workloads(args.concurrency, args.input_len, args.output_len, args.prefill_len)
     args.results.mkdir(parents=True, exist_ok=True)
     try:
         with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sglang_dsv4-stock-") as folder:
@@ -166,6 +176,9 @@ def _parse(argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--concurrency", type=int, nargs="+", default=[1, 32, 256])
     parser.add_argument("--input-len", type=int, default=1024)
     parser.add_argument("--output-len", type=int, default=128)
+    parser.add_argument(
+        "--prefill-len", type=int, default=8192, help="tokens of a prompt in the prefill workload"
+    )
     parser.add_argument("--context-length", type=int, default=16384)
     parser.add_argument("--mem-fraction", type=float, default=0.5)
     parser.add_argument("--results", type=Path, default=Path("bench"), help="folder of the logs")
