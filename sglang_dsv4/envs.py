@@ -110,9 +110,9 @@ PREFILL = EnvVar(
     PREFIX + "PREFILL",
     _one_of(PREFILL_PRECISIONS),
     "auto",
-    "Precision in which large prefill batches multiply NVFP4 weights: bf16, fp8 (cutedsl on Hopper; "
-    "twice the matrix rate, activations rounded to e4m3), or auto: fp8 there for checkpoints that "
-    "are made for quantised activations, else bf16.",
+    "Precision in which large prefill batches multiply NVFP4 weights: bf16, fp8 (cutedsl on "
+    "Hopper; twice the matrix rate, activations rounded to e4m3), or auto: fp8 there for "
+    "checkpoints that are made for quantised activations, else bf16.",
 )
 
 ALL: tuple[EnvVar, ...] = (

@@ -64,7 +64,9 @@ def choose_prefill(kernels: WeightKernels, quantized_activations: bool) -> Prefi
         return Prefill(BF16, f"{FP8} exists with cutedsl on {_DEVICE}")
     if quantized_activations:
         return Prefill(FP8, "the checkpoint has an input_scale for every packed matrix")
-    return Prefill(BF16, "the checkpoint is weight-only, not every packed matrix has an input_scale")
+    return Prefill(
+        BF16, "the checkpoint is weight-only, not every packed matrix has an input_scale"
+    )
 
 
 def describe(prefill: Prefill) -> str:

@@ -137,12 +137,8 @@ class DeepseekV4ForCausalLM(nn.Module):
         dims = self.source.dims
         device = torch.empty(0).device
         kernels = weight_kernels.weight_kernels_of(device)
-        prefill = prefill_precision.choose_prefill(
-            kernels, self.source.quantized_activations
-        )
-        logger.info(
-            "%s; %s", weight_kernels.describe(kernels), prefill_precision.describe(prefill)
-        )
+        prefill = prefill_precision.choose_prefill(kernels, self.source.quantized_activations)
+        logger.info("%s; %s", weight_kernels.describe(kernels), prefill_precision.describe(prefill))
         self.quant_config = Dsv4QuantConfig(self.source.kinds, prefill.fp8)
         self.ops = operations_for(device)
         self.model = Model(dims, self.quant_config, self.ops, _max_position(dims))
