@@ -114,13 +114,13 @@ def test_fp8_takes_a_byte_a_value_of_weight_and_activations(flash: ModelSource, 
     """And a float32 for each row; o_b_proj [4096, 8192] needs most, its inputs split over ranks."""
     tokens = 8192
     assert linear_scratch(flash, 1, HOPPER, tokens, True) == (4096 + tokens) * (8192 + 4)
-    assert linear_scratch(flash, 2, HOPPER, tokens, True) == (8192 + tokens) * (4096 + 4)
+    assert linear_scratch(flash, 2, HOPPER, tokens, True) == (4096 + tokens) * (4096 + 4)
     assert linear_scratch(pro, 1, HOPPER, tokens, True) == (7168 + tokens) * (16384 + 4)
     # A weight in bfloat16 is larger than in FP8 with few rows beside it.
     assert linear_scratch(flash, 1, HOPPER, 600, True) == 32768 * 1024 * 2
     wide = plan(flash, NVFP4, with_options(tp_size=2), H200)
     narrow = plan(flash, NVFP4, with_options(tp_size=2), H200, fp8=True)
-    more = (8192 + tokens) * (4096 + 4) - 32768 * 1024
+    more = (4096 + tokens) * (4096 + 4) - 32768 * 1024
     assert narrow.needed - wide.needed == more
     assert narrow.static == wide.static
 
