@@ -180,9 +180,10 @@ def fill(
     # e2m1 has a root mean square of 2.9, 2^(8 u) of 110.
     scale_2.data.fill_(width**-0.5 / 320)
     if hostile:
-        for place, value in ((0, 448.0), (scale[..., 0].numel() // 2, 2.0**-9)):
-            scale.data.flatten(0, -2)[place, 0] = value
-        scale.data.flatten(0, -2)[::7, -1] = 0.0
+        rows = scale.data.flatten(0, -2)
+        rows[-1, 0], rows[0, 0] = 2.0**-9, 448.0
+        if rows.shape[1] > 2:
+            rows[::7, -1] = 0.0
 
 
 def random_experts(
@@ -234,9 +235,9 @@ def random_experts(
 
 
 def random_topk(tokens: int, experts: int) -> Any:
+    """The choices of a router with random logits: 6 of ``experts``."""
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
-    """The choices of a router with random logits: 6 of ``experts``."""
     logits = torch.randn(tokens, experts)
     weights, ids = logits.softmax(-1).topk(6, dim=-1)
     return StandardTopKOutput(weights, ids.int(), logits)
