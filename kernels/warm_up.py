@@ -88,7 +88,7 @@ class _Buffers:
 
     def __init__(self, device: torch.device) -> None:
         self.device = device
-        self.table = torch.zeros(2, ROPE_DIM, device=device)
+        self.table = self.f32(2, ROPE_DIM)
 
     def bf16(self, *size: int) -> torch.Tensor:
         return torch.zeros(size, dtype=torch.bfloat16, device=self.device)

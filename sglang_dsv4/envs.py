@@ -12,11 +12,11 @@ PREFIX = "SGLANG_DSV4_NVFP4_"
 
 T = TypeVar("T")
 
-WEIGHT_KERNELS = ("marlin", "triton", "cutedsl", "flashinfer", "dequant")
+WEIGHT_KERNELS = ("marlin", "cutedsl", "flashinfer", "dequant")
 """Ways to hold NVFP4 weights on a GPU (``layers.weight_kernels``)."""
 ATTENTION_KERNELS = ("portable", "wide", "narrow")
 """Kernels of sparse attention on a GPU (``kernels.attention.plan``)."""
-PREFILL_PRECISIONS = ("bf16", "fp8")
+PREFILL_PRECISIONS = ("auto", "bf16", "fp8")
 """Precisions of large prefill batches (``layers.prefill_precision``)."""
 
 _TRUE = ("1", "true", "yes", "on")
@@ -95,9 +95,9 @@ WEIGHT_KERNEL = EnvVar(
     PREFIX + "WEIGHT_KERNEL",
     _one_of(WEIGHT_KERNELS),
     "",
-    "How NVFP4 weights run on a GPU: marlin, triton (linear layers on Hopper), cutedsl (Hopper and "
-    "Blackwell; compiled and emulated, not run), flashinfer, or dequant (bfloat16 from load on, "
-    "four times the memory); the architecture decides when unset.",
+    "How NVFP4 weights run on a GPU: marlin, cutedsl (Hopper, and Blackwell, where it was compiled "
+    "and emulated, not run), flashinfer, or dequant (bfloat16 from load on, four times the "
+    "memory); the architecture decides when unset.",
 )
 ATTENTION_KERNEL = EnvVar(
     PREFIX + "ATTENTION_KERNEL",
@@ -109,9 +109,10 @@ ATTENTION_KERNEL = EnvVar(
 PREFILL = EnvVar(
     PREFIX + "PREFILL",
     _one_of(PREFILL_PRECISIONS),
-    "bf16",
-    "Precision in which large prefill batches multiply NVFP4 weights: bf16, or fp8 on Hopper "
-    "(twice the matrix rate, activations rounded to e4m3; compiled and interpreted, not run).",
+    "auto",
+    "Precision in which large prefill batches multiply NVFP4 weights: bf16, fp8 (cutedsl on "
+    "Hopper; twice the matrix rate, activations rounded to e4m3), or auto: fp8 there for "
+    "checkpoints that are made for quantised activations, else bf16.",
 )
 
 ALL: tuple[EnvVar, ...] = (

@@ -10,7 +10,6 @@ SGLang's own estimates (arg_groups/memory_hook.py). No GPU's real use was compar
 import argparse
 import math
 import re
-from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
@@ -18,7 +17,6 @@ from sglang_dsv4.cache.capacity import Capacity
 from sglang_dsv4.cache.kv_layout import KVFormat
 from sglang_dsv4.config import LayerKind, ModelDims
 from sglang_dsv4.errors import UnsupportedError
-from sglang_dsv4.kernels.linear.packing import BLOCK
 from sglang_dsv4.layers.weight_kernels import EXPERTS_SCRATCH, WeightKernel, WeightKernels
 from sglang_dsv4.model_source import ModelSource
 
@@ -34,9 +32,9 @@ _FUSED = re.compile(
     r"(self_attn\.(q_a|kv)_proj|(compressor|indexer)[\w.]*\.(kv|gate)_proj"
     r"|shared_experts\.(gate|up)_proj)$"
 )
-# Kernels that widen a linear layer's weight to bfloat16 in a large batch.
-_WIDENING = (WeightKernel.TRITON, WeightKernel.CUTEDSL)
-BF16 = 2
+# Whose inputs are split over the ranks, not the outputs.
+_ROW_PARALLEL = re.compile(r"(self_attn\.o_b_proj|mlp\.shared_experts\.down_proj)$")
+BF16, FLOAT32 = 2, 4
 # SGLang's choices for a GPU of at least 90 GiB (memory_hook.py, deepseek_v4_hook.py).
 RUNNING_REQUESTS = 256
 GRAPH_BATCH = 512
@@ -163,25 +161,36 @@ def weight_bytes(
     return whole + split, whole + -(-split // tp)
 
 
-def linear_scratch(source: ModelSource, tp: int, kernels: WeightKernels) -> int:
-    """Bytes of the largest NVFP4 linear layer of a rank, widened to bfloat16 for a product.
+def linear_scratch(
+    source: ModelSource, tp: int, kernels: WeightKernels, tokens: int, fp8: bool
+) -> int:
+    """Bytes of the widened weight of the NVFP4 linear layer of a rank that needs most.
 
-    0 where the kernel decodes in registers. In FP8 (``layers.prefill_precision``) weight and
-    activations take a byte a value each, in a chunk of 8192 tokens of V4-Flash half as much more.
+    Only cutedsl widens: to bfloat16, in FP8 (``layers.prefill_precision``) so for middling batches.
+    A batch of ``tokens`` takes a byte a value then, of the weight and of its rows of activations,
+    and a float32 for each row of both.
     """
-    if kernels.linear not in _WIDENING:
+    if kernels.linear is not WeightKernel.CUTEDSL:
         return 0
-    sizes: Counter[str] = Counter()
+    shapes: dict[str, tuple[int, int]] = {}
     for name, info in source.checkpoint.tensors.items():
         module = name.removesuffix(".weight")
         plain = info.dtype != "U8" or module == name or ".mlp.experts." in name
         if plain or kernels.of(module) is not kernels.linear:
             continue
         rows, columns = info.shape[0], 2 * info.shape[1]
-        columns = -(-columns // BLOCK) * BLOCK
+        if _ROW_PARALLEL.search(module):
+            columns = -(-columns // tp)
+        elif _SPLIT.search(name):
+            rows = -(-rows // tp)
         parent = module.rpartition(".")[0] if _FUSED.search(module) else module
-        sizes[parent] += BF16 * rows * columns // (tp if _SPLIT.search(name) else 1)
-    return max(sizes.values(), default=0)
+        shapes[parent] = (shapes.get(parent, (0, 0))[0] + rows, columns)
+    return max((_widened(*shape, tokens, fp8) for shape in shapes.values()), default=0)
+
+
+def _widened(rows: int, columns: int, tokens: int, fp8: bool) -> int:
+    in_fp8 = (rows + tokens) * (columns + FLOAT32) if fp8 else 0
+    return max(BF16 * rows * columns, in_fp8)
 
 
 def rotary_bytes(dims: ModelDims, positions: int) -> int:
@@ -228,7 +237,12 @@ def divisors(dims: ModelDims) -> list[int]:
 
 
 def plan(
-    source: ModelSource, kv_format: KVFormat, options: Options, gpu: int, kernels: WeightKernels
+    source: ModelSource,
+    kv_format: KVFormat,
+    options: Options,
+    gpu: int,
+    kernels: WeightKernels,
+    fp8: bool = False,
 ) -> Plan:
     """The memory of one rank.
 
@@ -238,6 +252,7 @@ def plan(
     Args:
         gpu: bytes of the GPU.
         kernels: the GPU's, which decide how the weights are held.
+        fp8: large batches are multiplied in FP8 (``layers.prefill_precision``).
     """
     dims, tp = source.dims, options.tp_size
     fraction = STATIC_FRACTION if options.fraction is None else options.fraction
@@ -260,7 +275,7 @@ def plan(
         static={**static, f"{wanted} tokens of KV": int(wanted * per_token)},
         dynamic={
             f"a chunk of {chunk} tokens": activation_bytes(dims, chunk, context, tp),
-            "kernel scratch": KERNEL_SCRATCH + linear_scratch(source, tp, kernels),
+            "kernel scratch": KERNEL_SCRATCH + linear_scratch(source, tp, kernels, chunk, fp8),
             "CUDA, NCCL, graphs": 512 * MIB
             + tp * GIB // 8
             + min(options.graph_batch or GRAPH_BATCH, requests) * 2 * MIB,
@@ -276,7 +291,9 @@ def activation_bytes(dims: ModelDims, tokens: int, context: int, tp: int) -> int
 
     Four residual streams in and out, three hidden states; beside them either attention (query
     before and after RoPE, output before and after it, the slots of every HCA entry as int64 and
-    int32) or the experts (routed inputs, gate and up, their product, a part widened).
+    int32) or the experts (routed inputs, gate and up, their product, a part widened). In FP8 the
+    same bounds the experts: e4m3 rows are of what is never held as gate and up then, and a part
+    widened has as many bytes.
     """
     heads = dims.num_attention_heads // tp
     entries = -(-context // LayerKind.HCA.ratio)
@@ -290,16 +307,21 @@ def activation_bytes(dims: ModelDims, tokens: int, context: int, tp: int) -> int
 
 
 def remedy(
-    source: ModelSource, kv_format: KVFormat, options: Options, gpu: int, kernels: WeightKernels
+    source: ModelSource,
+    kv_format: KVFormat,
+    options: Options,
+    gpu: int,
+    kernels: WeightKernels,
+    fp8: bool = False,
 ) -> str:
     """What to change so that it fits: the share, the fewest ranks that hold it, smaller limits."""
-    found = plan(source, kv_format, options, gpu, kernels)
+    found = plan(source, kv_format, options, gpu, kernels, fp8)
     least = math.ceil(sum(found.static.values()) / gpu * 1000) / 1000
     most = math.floor((1 - sum(found.dynamic.values()) / gpu) * 1000) / 1000
     if least <= most:
         return f"pass --mem-fraction-static {min(max(STATIC_FRACTION, least), most):g}"
     for tp in divisors(source.dims):
-        more = plan(source, kv_format, replace(options, tp_size=tp), gpu, kernels)
+        more = plan(source, kv_format, replace(options, tp_size=tp), gpu, kernels, fp8)
         if tp > options.tp_size and not more.fault():
             return f"use --tp-size {tp}"
     return (

@@ -7,7 +7,7 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any
 
-from sglang_dsv4.checkpoint.quant import QuantKind, module_kinds
+from sglang_dsv4.checkpoint.quant import QuantKind, has_input_scales, module_kinds
 from sglang_dsv4.checkpoint.reader import Checkpoint
 from sglang_dsv4.checkpoint.shapes import check_shapes, layer_kinds, num_hash_layers
 from sglang_dsv4.config import ModelDims, flat_config, from_config_dict
@@ -33,6 +33,11 @@ class ModelSource:
     dims: ModelDims
     kinds: Mapping[str, QuantKind]
     flat_config: Mapping[str, Any]
+
+    @property
+    def quantized_activations(self) -> bool:
+        """Whether the export is made for 4-bit activations too (``has_input_scales``)."""
+        return has_input_scales(self.checkpoint, self.kinds)
 
 
 def serves(hf_config: Any) -> bool:

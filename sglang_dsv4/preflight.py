@@ -246,12 +246,15 @@ def _gpu_memory(model_path: str, kv_cache_dtype: str, options: "Options") -> Che
 
     from sglang_dsv4 import memory_plan
     from sglang_dsv4.cache.kv_layout import KVFormat
+    from sglang_dsv4.layers.prefill_precision import choose_prefill
     from sglang_dsv4.layers.weight_kernels import weight_kernels_of
     from sglang_dsv4.model_source import open_source
 
     source, kv_format = open_source(model_path), KVFormat.from_option(kv_cache_dtype)
     gpu, free = gpu_bytes(), free_bytes("cuda")
-    wanted = (source, kv_format, options, gpu, weight_kernels_of(torch.device("cuda")))
+    kernels = weight_kernels_of(torch.device("cuda"))
+    fp8 = choose_prefill(kernels, source.quantized_activations).fp8
+    wanted = (source, kv_format, options, gpu, kernels, fp8)
     plan = memory_plan.plan(*wanted)
     fault = plan.fault()
     if fault:

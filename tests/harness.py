@@ -18,8 +18,11 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+import pytest
 import torch
 from torch import Tensor
+
+from sglang_dsv4.envs import PREFILL
 
 MODEL_DIR = Path(__file__).resolve().parents[1] / "sglang_dsv4" / "demo" / "dsv4-tiny-nvfp4"
 
@@ -73,6 +76,7 @@ class Runner:
         threads: OpenMP threads. SGLang would pin one to each core of the NUMA node, where those of
             parallel test workers spin against each other.
         device: "cpu", or "cuda", where decode runs eagerly (graphs call no hooks).
+        prefill: precision of large prefill batches, "bf16" or, on a GPU that has it, "fp8".
         server_args: further fields of ServerArgs.
     """
 
@@ -86,6 +90,7 @@ class Runner:
         dtype: str = "bfloat16",
         threads: int = 1,
         device: str = "cpu",
+        prefill: str = "bf16",
         **server_args: Any,
     ) -> None:
         from sglang.srt.plugins import load_plugins
@@ -131,7 +136,9 @@ class Runner:
         bootstrap.init_layer_runtime(model_config=self.model_config)
         initialize_moe_config()
         self.device = torch.device(device)
-        self.worker = TpModelWorker(server_args=args, gpu_id=0, nccl_port=port)
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv(PREFILL.name, prefill)
+            self.worker = TpModelWorker(server_args=args, gpu_id=0, nccl_port=port)
         self.worker.alloc_memory_pool()
         self.worker.init_attention_backends()
         self.worker.init_cuda_graphs()

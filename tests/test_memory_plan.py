@@ -1,6 +1,7 @@
 """What a rank needs of its GPU, for the published shapes and GPUs of stated sizes."""
 
 import argparse
+import itertools
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -98,14 +99,47 @@ def test_activations_are_those_of_the_larger_half_of_a_layer(flash: ModelSource,
 
 def test_the_largest_linear_layer_of_a_rank_is_widened(flash: ModelSource, pro: ModelSource):
     """q_b_proj where it is split over few ranks; of eight, what each rank holds whole is larger."""
-    assert linear_scratch(flash, 1, HOPPER) == 32768 * 1024 * 2
+    assert linear_scratch(flash, 1, HOPPER, 8192, False) == 32768 * 1024 * 2
     # o_b_proj of V4-Pro, [7168, 16384], is larger than its q_b_proj, [65536, 1536].
-    assert linear_scratch(pro, 1, HOPPER) == 7168 * 16384 * 2
-    whole = linear_scratch(flash, 8, HOPPER)
-    assert 32768 * 1024 * 2 // 8 < whole < 32768 * 1024 * 2 // 2
-    assert linear_scratch(flash, 1, weight_kernels((9, 0), WeightKernel.CUTEDSL)) == 2**26
-    for kernels in (weight_kernels((8, 0)), weight_kernels(None), weight_kernels((10, 0))):
-        assert linear_scratch(flash, 1, kernels) == 0
+    assert linear_scratch(pro, 1, HOPPER, 8192, False) == 7168 * 16384 * 2
+    # The indexer's q_b_proj and CSA's kv and gate are of as many values.
+    assert linear_scratch(flash, 8, HOPPER, 8192, False) == 8192 * 1024 * 2
+    others = [weight_kernels((8, 0)), weight_kernels(None), weight_kernels((10, 0))]
+    for kernels in (*others, weight_kernels((9, 0), WeightKernel.MARLIN)):
+        for fp8 in (False, True):
+            assert linear_scratch(flash, 1, kernels, 8192, fp8) == 0
+
+
+def test_fp8_takes_a_byte_a_value_of_weight_and_activations(flash: ModelSource, pro: ModelSource):
+    """And a float32 for each row; o_b_proj [4096, 8192] needs most, its inputs split over ranks."""
+    tokens = 8192
+    assert linear_scratch(flash, 1, HOPPER, tokens, True) == (4096 + tokens) * (8192 + 4)
+    assert linear_scratch(flash, 2, HOPPER, tokens, True) == (4096 + tokens) * (4096 + 4)
+    assert linear_scratch(pro, 1, HOPPER, tokens, True) == (7168 + tokens) * (16384 + 4)
+    # A weight in bfloat16 is larger than in FP8 with few rows beside it.
+    assert linear_scratch(flash, 1, HOPPER, 600, True) == 32768 * 1024 * 2
+    wide = plan(flash, NVFP4, with_options(tp_size=2), H200)
+    narrow = plan(flash, NVFP4, with_options(tp_size=2), H200, fp8=True)
+    more = (4096 + tokens) * (4096 + 4) - 32768 * 1024
+    assert narrow.needed - wide.needed == more
+    assert narrow.static == wide.static
+
+
+def test_fp8_experts_fit_what_is_counted_for_experts(flash: ModelSource, pro: ModelSource):
+    """The clamped SwiGLU and the result in bfloat16, one of them beside its operand in e4m3."""
+    for source, tokens in itertools.product((flash, pro), (512, 8192)):
+        for tp in divisors(source.dims):
+            dims, inner = source.dims, source.dims.moe_intermediate_size // tp
+            slots = tokens * dims.num_experts_per_tok
+            held = slots * (dims.hidden_size + inner) * 2
+            rows = max(tokens * (dims.hidden_size + 4), slots * (inner + 4))
+            counted = slots * (dims.hidden_size + 3 * inner) * 2
+            assert held + rows <= counted
+            # 128 positions have one HCA entry, so that attention is smaller from some ranks on.
+            hidden = tokens * dims.hidden_size * 2 * (2 * dims.hc_mult + 3)
+            widened = 3 * dims.n_routed_experts * dims.hidden_size * inner * 2
+            found = activation_bytes(dims, tokens, 128, tp) - hidden
+            assert found >= counted + min(EXPERTS_SCRATCH, widened)
 
 
 def test_a_packed_o_a_proj_counts_as_the_bfloat16_that_it_becomes(flash: ModelSource):

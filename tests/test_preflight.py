@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from sglang_dsv4 import plugin, preflight
+from sglang_dsv4 import memory_plan, plugin, preflight
 from sglang_dsv4.check_table import Check
 from sglang_dsv4.kernels import hardware
 from sglang_dsv4.memory_plan import Options
@@ -132,6 +132,30 @@ def test_a_gpu_with_room_is_fit(monkeypatch, gpu):
     assert not preflight.first_fault(list(checks.values()))
     assert checks["memory"].found == "140.0 GiB a GPU, 139.0 free"
     assert checks["memory"].wanted.startswith("0.0 GiB static and ")
+
+
+@pytest.mark.parametrize("precision", [None, "bf16", "fp8"])
+def test_the_precision_of_a_prefill_is_counted(monkeypatch, gpu, precision):
+    """The small model has input_scales, so that FP8 is what a Hopper GPU takes."""
+    gpu((9, 0))
+    seen = []
+    monkeypatch.setenv("SGLANG_DSV4_NVFP4_REFERENCE_ON_GPU", "1")
+    monkeypatch.delenv("SGLANG_DSV4_NVFP4_PREFILL", raising=False)
+    if precision:
+        monkeypatch.setenv("SGLANG_DSV4_NVFP4_PREFILL", precision)
+    plan = memory_plan.plan
+    monkeypatch.setattr(memory_plan, "plan", lambda *given: seen.append(given[-1]) or plan(*given))
+    assert not preflight.first_fault(preflight.model_checks(str(MODEL), "cuda", "nvfp4", 1))
+    assert seen == [precision != "bf16"]
+
+
+def test_a_precision_that_does_not_exist_is_refused(monkeypatch, gpu):
+    gpu((9, 0))
+    monkeypatch.setenv("SGLANG_DSV4_NVFP4_REFERENCE_ON_GPU", "1")
+    monkeypatch.setenv("SGLANG_DSV4_NVFP4_PREFILL", "fp8")
+    monkeypatch.setenv("SGLANG_DSV4_NVFP4_WEIGHT_KERNEL", "marlin")
+    fault = preflight.first_fault(preflight.model_checks(str(MODEL), "cuda", "nvfp4", 1))
+    assert "PREFILL=fp8 was asked for with marlin linear layers" in fault
 
 
 def test_a_gpu_that_others_use_is_refused(monkeypatch, gpu):

@@ -13,6 +13,7 @@ import pytest
 from sglang_dsv4 import inspect
 from sglang_dsv4.bench import header_only
 from sglang_dsv4.cache.kv_layout import KVFormat
+from sglang_dsv4.layers.prefill_precision import choose_prefill
 from sglang_dsv4.layers.weight_kernels import weight_kernels
 from sglang_dsv4.memory_plan import GIB, Options, check_ranks, plan
 from sglang_dsv4.model_source import open_source
@@ -77,7 +78,9 @@ def test_the_server_gets_options_that_fit_the_gpu(recipe, folders, stub):
     options, source = Options.of(asked), open_source(str(folders[shapes]))
     check_ranks(source.dims, options)
     kernels = weight_kernels((9, 0) if recipe.endswith("h200") else (10, 0))
-    found = plan(source, KVFormat.NVFP4, options, gib * GIB, kernels)
+    fp8 = choose_prefill(kernels, source.quantized_activations).fp8
+    assert fp8 == recipe.endswith("h200")
+    found = plan(source, KVFormat.NVFP4, options, gib * GIB, kernels, fp8)
     assert found.fault() == ""
     # The user's options come last, so they win.
     assert parser.parse_args([*line[2:], "--tp-size", "1"]).tp_size == 1

@@ -148,7 +148,8 @@ def prepare(w13: Tensor, w2: Tensor, chosen: int, most: int) -> None:
     for tokens in range(1, most + 1):
         plan = experts_plan(tokens, chosen, experts, width, inner, sms, arch)
         shapes |= {plan.gate_up, plan.down}
-    one, none = torch.ones(experts, device=device), torch.zeros(2, dtype=torch.int32, device=device)
+    one = torch.ones(experts, dtype=torch.float32, device=device)
+    none = torch.zeros(2, dtype=torch.int32, device=device)
     for shape in sorted(shapes, key=repr):
         rows = torch.zeros(chosen, shape.inputs, dtype=torch.bfloat16, device=device)
         out = torch.zeros(chosen, shape.outputs, dtype=torch.bfloat16, device=device)

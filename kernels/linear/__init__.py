@@ -1,8 +1,6 @@
-"""NVFP4 linear layers, W4A16 (W4A8 for large batches if asked), in two orders of the weight.
+"""NVFP4 linear layers on weights in records (CuTeDSL, sm_90 and Blackwell): W4A16, W4A8 if asked.
 
-- Triton, sm_90: `packing` (the order), `codes` (to registers), `linear` (few tokens, and which form
-  is taken), `dense` (to a matrix for a library's product), `fp8_rows` and `fp8` (that in e4m3).
-- CuTeDSL, sm_90 and Blackwell: `records` (the order), `decode` (to registers), `stream` (the main
-  loop of a warp), `skinny` and `skinny_plan` (few tokens, and which form is taken), `widen` (to a
-  matrix).
+`records` is the order of the weight, `decode` brings it to registers, `stream` is the main loop of
+a warp, `skinny` and `skinny_plan` multiply few tokens and choose the form, `widen` makes a dense
+matrix for many. `fp8_rows` and `fp8` multiply that in e4m3 (Triton and cuBLASLt, sm_90).
 """

@@ -1,4 +1,4 @@
-"""y = x W^T of many tokens in FP8 (sm_90): activations and the widened weight in e4m3. Not run.
+"""y = x W^T of many tokens in FP8 (sm_90): activations and the widened weight in e4m3.
 
 Rows of x carry a scale each, the weight one in all; ``torch._scaled_mm`` multiplies (cuBLASLt with
 CUDA 12.9 and later, else CUTLASS) and applies both to the float32 sums. SGLang's
@@ -12,11 +12,12 @@ weights by 2.1% of their size in the root mean square, the product by 3.4% (comp
 import torch
 from torch import Tensor
 
-from sglang_dsv4.kernels.linear.dense import FP8_OUTER, widen_fp8
 from sglang_dsv4.kernels.linear.fp8_rows import quantize_rows
 
+FP8_OUTER = 8.0
+"""What a widened e4m3 weight is to be multiplied by, beside ``scale_2``."""
 FP8_TOKENS = 512
-"""Above it a layer multiplies in FP8 where that was asked for: larger than any decode batch of
+"""Above it a layer multiplies in FP8 where that is chosen: larger than any decode batch of
 SGLang's defaults. Not timed."""
 _ROW_MULTIPLE = 16
 
@@ -24,7 +25,7 @@ _ROW_MULTIPLE = 16
 def takes(tokens: int, rows: int) -> bool:
     """Whether a product of ``tokens`` tokens and a weight of ``rows`` rows has an FP8 form.
 
-    The library needs [out, in] in multiples of 16; ``packing`` pads columns to 128, not rows.
+    The library needs [out, in] in multiples of 16; ``in`` of an NVFP4 weight always is.
     """
     return tokens > FP8_TOKENS and rows % _ROW_MULTIPLE == 0
 
@@ -34,14 +35,13 @@ def fp8_product(x: Tensor, weight: Tensor, outer: Tensor) -> Tensor:
 
     Args:
         x: bfloat16 [T, in], the last axis contiguous.
-        weight: float8_e4m3fn [out, padded], out and padded multiples of 16, padded >= in; the
-            columns from ``in`` on meet zeros.
+        weight: float8_e4m3fn [out, in], both multiples of 16.
         outer: float32 [1], the factor of the float32 sums.
 
     Returns:
         bfloat16 [T, out]; a row of x with a NaN or an infinity gives NaN.
     """
-    rows, scale = quantize_rows(x, weight.shape[1])
+    rows, scale = quantize_rows(x)
     return torch._scaled_mm(
         rows,
         weight.t(),
@@ -50,20 +50,3 @@ def fp8_product(x: Tensor, weight: Tensor, outer: Tensor) -> Tensor:
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
     )
-
-
-def fp8_linear(x: Tensor, weight: Tensor, scale: Tensor, scale_2: Tensor) -> Tensor:
-    """x W^T in FP8.
-
-    Args:
-        x: bfloat16 [T, in].
-        weight: uint8 [out, blocks * 64], scale: float8_e4m3fn [out, blocks * 8] by
-            ``packing.pack_weight``.
-        scale_2: float32 [1].
-
-    Returns:
-        bfloat16 [T, out].
-    """
-    if x.stride(-1) != 1:
-        x = x.contiguous()
-    return fp8_product(x, widen_fp8(weight, scale), scale_2 * FP8_OUTER)

@@ -2,7 +2,7 @@
 
 2 bytes read and 1 written a value, a pass: the copy rate. SGLang's ``per_token_quant_fp8`` and the
 others at hand clamp a NaN to 448, so that a broken row would look sound; here its scale is NaN, and
-with it every output of the row. Not run on a GPU.
+with it every output of the row.
 """
 
 import torch
@@ -27,7 +27,6 @@ def _quantize(
     out: tl.tensor,
     scale: tl.tensor,
     width: tl.tensor,
-    padded: tl.tensor,
     stride: tl.tensor,
     BLOCK: tl.constexpr,
 ) -> None:
@@ -45,22 +44,20 @@ def _quantize(
     value = tl.where(finite, value * factor, 0.0)
     # The factor was rounded: the largest value may come out above 448.
     value = tl.minimum(tl.maximum(value, -_LARGEST), _LARGEST)
-    tl.store(out + row * padded + column, value.to(out.dtype.element_ty), mask=column < padded)
+    tl.store(out + row * width + column, value.to(out.dtype.element_ty), mask=column < width)
 
 
-def quantize_rows(x: Tensor, padded: int | None = None) -> tuple[Tensor, Tensor]:
-    """``reference.fp8.quantize_rows`` of bfloat16 rows, zeros behind them.
+def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``reference.fp8.quantize_rows`` of bfloat16 rows.
 
     Args:
         x: bfloat16 [T, n], the last axis contiguous.
-        padded: columns of the result; n when None.
 
     Returns:
-        (float8_e4m3fn [T, padded], float32 [T]).
+        (float8_e4m3fn [T, n], float32 [T]).
     """
     rows, width = x.shape
-    padded = width if padded is None else padded
-    out = torch.empty((rows, padded), dtype=torch.float8_e4m3fn, device=x.device)
+    out = torch.empty((rows, width), dtype=torch.float8_e4m3fn, device=x.device)
     scale = torch.empty(rows, dtype=torch.float32, device=x.device)
     if rows:
         _quantize[(rows,)](
@@ -68,9 +65,8 @@ def quantize_rows(x: Tensor, padded: int | None = None) -> tuple[Tensor, Tensor]
             out,
             scale,
             width,
-            padded,
             x.stride(0),
-            BLOCK=triton.next_power_of_2(padded),
+            BLOCK=triton.next_power_of_2(width),
             num_warps=_WARPS,
         )
     return out, scale

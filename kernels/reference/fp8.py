@@ -43,5 +43,5 @@ def widen_weight(weight: Tensor, weight_scale: Tensor) -> Tensor:
     Args: weight uint8 [..., out, in / 2]; weight_scale float8_e4m3fn [..., out, in / 16].
     Returns float8_e4m3fn [..., out, in].
     """
-    shift = torch.full(weight.shape[:-2], WEIGHT_SHIFT, device=weight.device)
+    shift = torch.full(weight.shape[:-2], WEIGHT_SHIFT, dtype=torch.float32, device=weight.device)
     return dequantize_weight(weight, weight_scale, shift).to(torch.float8_e4m3fn)

@@ -61,6 +61,12 @@ def module_kinds(checkpoint: Checkpoint) -> dict[str, QuantKind]:
     return kinds
 
 
+def has_input_scales(checkpoint: Checkpoint, kinds: Mapping[str, QuantKind]) -> bool:
+    """Whether there are NVFP4 matrices and each has an `input_scale`, whatever its value."""
+    packed = [module for module, kind in kinds.items() if kind is QuantKind.NVFP4]
+    return bool(packed) and all(f"{m}.input_scale" in checkpoint.tensors for m in packed)
+
+
 def _kind(module: str, parts: Mapping[str, TensorInfo]) -> QuantKind:
     weight = parts["weight"]
     if weight.dtype in FLOAT_DTYPES:

@@ -2,8 +2,8 @@
 
 ``input_scale`` is not used. Few rows an expert are multiplied from the 4-bit weights
 (``experts_decode``); on sm_90 many are multiplied by weights widened in parts
-(``experts_prefill.products``). The width of the experts is padded with zeros to 64
-(silu(0) * 0 = 0), the hidden size of every DeepSeek-V4 fits.
+(``experts_prefill.products``). The width of the experts is padded with zeros to 64, the hidden size
+of every DeepSeek-V4 fits.
 """
 
 from typing import TYPE_CHECKING, Any
@@ -18,9 +18,8 @@ from sglang_dsv4.kernels.linear.stream import UNDO
 from sglang_dsv4.kernels.linear.widen import widen_experts
 from sglang_dsv4.layers.expert_products import Source
 from sglang_dsv4.layers.experts_prefill import ROWS_WORTH, products, worthwhile
-from sglang_dsv4.layers.marlin import pad_experts, share_outer_scale
 from sglang_dsv4.layers.nvfp4_linear import replace_parameters
-from sglang_dsv4.layers.nvfp4_moe import Nvfp4MoEMethod
+from sglang_dsv4.layers.nvfp4_moe import Nvfp4MoEMethod, pad_experts, share_outer_scale
 
 if TYPE_CHECKING:
     from sglang.srt.layers.moe.token_dispatcher import CombineInput, DispatchOutput
@@ -75,7 +74,7 @@ class CuteMoEMethod(Nvfp4MoEMethod):
             )
         scale, outer = share_outer_scale(layer.w13_weight_scale.data, layer.w13_weight_scale_2.data)
         layer.w13_weight_scale.data = scale
-        pad_experts(layer)
+        pad_experts(layer, COLUMNS)
         for name, scale_2 in (("w13", outer), ("w2", layer.w2_weight_scale_2.data)):
             weight = getattr(layer, f"{name}_weight").data
             records = pack_records(weight, getattr(layer, f"{name}_weight_scale").data)
@@ -86,12 +85,13 @@ class CuteMoEMethod(Nvfp4MoEMethod):
 
     def _compile(self, layer: Any) -> None:
         experts, device = layer.w13_weight.shape[0], layer.w13_weight.device
-        most = -(-ROWS_WORTH * experts // self.top_k)
+        rows = ROWS_WORTH[self.fp8] * experts
+        most = -(-rows // self.top_k)
         prepare(layer.w13_weight, layer.w2_weight, self.top_k, most)
         x = torch.zeros(1, layer.w13_weight.shape[2] * COLUMNS, dtype=torch.bfloat16, device=device)
         ids = torch.zeros(1, self.top_k, dtype=torch.int32, device=device)
         experts_decode(x, *_matrices(layer), ids.float(), ids, self.clamp)
-        if worthwhile(ids.expand(ROWS_WORTH * experts, -1), experts):
+        if worthwhile(ids.expand(rows, -1), experts, self.fp8):
             w13, w2, outer13, outer2 = (part[:1] for part in _matrices(layer))
             gate_up, down = source(w13, outer13, self.fp8), source(w2, outer2, self.fp8)
             products(x, gate_up, down, ids.float(), ids, self.clamp, self.fp8)
@@ -103,7 +103,7 @@ class CuteMoEMethod(Nvfp4MoEMethod):
         topk, hidden = dispatch_output.topk_output, dispatch_output.hidden_states
         w13, w2, outer13, outer2 = _matrices(layer)
         routing = (topk.topk_weights, topk.topk_ids, self.clamp)
-        if worthwhile(topk.topk_ids, len(w13)):
+        if worthwhile(topk.topk_ids, len(w13), self.fp8):
             gate_up, down = source(w13, outer13, self.fp8), source(w2, outer2, self.fp8)
             out = products(hidden, gate_up, down, *routing, self.fp8)
         else:

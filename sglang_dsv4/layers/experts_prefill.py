@@ -1,43 +1,30 @@
 """Routed experts of a large prefill on sm_90: widened in parts, then a dense product.
 
-Marlin widens a weight anew for every block of 64 rows; with hundreds of rows an expert the product
-is faster on dense weights. The 4-bit weights stay the only copy that lasts: ``EXPERTS_SCRATCH``
-bytes of experts at a time are widened into scratch and multiplied by ``expert_products``.
-
-In bfloat16, on one H200, V4-Flash's experts (4096 x 2048, 6 of 64 a token), 8192 tokens, 768 rows
-an expert: 5.37 ms (460 TFLOP/s) against 9.36 (264) of Marlin. 1.06 of it widens (3.9 TB/s), 0.23
-makes the tables of rows. Widening within the product's loop took 12.6 ms. ``ROWS_WORTH`` is an
-estimate from these numbers; no smaller batch was timed. A server's answers to prompts of up to 5961
-tokens were the expected ones on it (16 experts, 4 a token); the kernels were not compared with a
-reference on a GPU apart from that, on a CPU they are (interpreted).
+A kernel for few rows widens a weight anew for every block of them; with hundreds of rows an expert
+the product is faster on dense weights. The 4-bit weights stay the only copy that lasts:
+``EXPERTS_SCRATCH`` bytes of experts at a time are widened into scratch and multiplied by
+``expert_products``. Widening within the product's loop took more than twice as long.
 
 In FP8 (``prefill_precision``) activations and SwiGLU's results are rounded to e4m3 with a scale for
-each row. Not run.
+each row.
 """
-
-from typing import TYPE_CHECKING
 
 import torch
 
 from sglang_dsv4.kernels.linear.fp8_rows import quantize_rows
 from sglang_dsv4.layers.expert_products import Source, clear, multiply, row_blocks
-from sglang_dsv4.layers.marlin_widen import source
 from sglang_dsv4.layers.weight_kernels import EXPERTS_SCRATCH
 
-if TYPE_CHECKING:
-    from sglang_dsv4.layers.marlin import MarlinExperts
-
-ROWS_WORTH = 256
-"""Rows an expert, on average, from which on this is taken instead of Marlin."""
+ROWS_WORTH = {False: 384, True: 256}
+"""Rows an expert, on average, from which on this is faster than ``kernels.experts`` on an H200; by
+whether it is in FP8."""
 
 
-def worthwhile(ids: torch.Tensor, experts: int) -> bool:
+def worthwhile(ids: torch.Tensor, experts: int, fp8: bool) -> bool:
     """Whether a batch [T, k] is large enough, and the GPU the one this is made for."""
-    return ids.numel() >= ROWS_WORTH * experts and _made_for(ids.device)
-
-
-def _made_for(device: torch.device) -> bool:
-    return device.type == "cuda" and torch.cuda.get_device_capability(device) == (9, 0)
+    if ids.numel() < ROWS_WORTH[fp8] * experts or not ids.is_cuda:
+        return False
+    return torch.cuda.get_device_capability(ids.device) == (9, 0)
 
 
 def products(
@@ -92,30 +79,3 @@ def products(
             )
     clear(blocks, out)
     return out.view(*routed.shape, -1)
-
-
-def experts_prefill(
-    x: torch.Tensor,
-    w13: "MarlinExperts",
-    w2: "MarlinExperts",
-    routed: torch.Tensor,
-    ids: torch.Tensor,
-    limit: float | None,
-    fp8: bool = False,
-) -> torch.Tensor:
-    """``products`` of experts in Marlin's order."""
-    dtype = torch.float8_e4m3fn if fp8 else x.dtype
-    return products(x, source(w13, dtype), source(w2, dtype), routed, ids, limit, fp8)
-
-
-def compile_for(
-    w13: "MarlinExperts", w2: "MarlinExperts", chosen: int, limit: float | None, fp8: bool = False
-) -> None:
-    """Compile the kernels by one token through the first expert, so that no request waits."""
-    device = w13.weight.device
-    if not _made_for(device):
-        return
-    x = torch.zeros(1, w13.weight.shape[1] * 16, dtype=torch.bfloat16, device=device)
-    ids = torch.zeros(1, chosen, dtype=torch.int32, device=device)
-    w13, w2 = (type(packed)(*(part[:1] for part in packed)) for packed in (w13, w2))
-    experts_prefill(x, w13, w2, ids.float(), ids, limit, fp8)

@@ -14,7 +14,6 @@ import logging
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
-import torch.nn.functional as F
 from sglang.srt.layers.moe.moe_runner import MoeRunner
 from sglang.srt.layers.moe.moe_runner.marlin import MarlinMoeQuantInfo
 from sglang.srt.layers.moe.utils import MoeRunnerBackend
@@ -22,9 +21,8 @@ from sglang.srt.layers.quantization import marlin_utils, marlin_utils_fp4
 from sglang.srt.layers.quantization.modelopt_quant import ModelOptNvFp4A16LinearMethod
 
 from sglang_dsv4.errors import UnsupportedError
-from sglang_dsv4.layers.experts_prefill import compile_for, experts_prefill, worthwhile
 from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod, replace_parameters
-from sglang_dsv4.layers.nvfp4_moe import Nvfp4MoEMethod
+from sglang_dsv4.layers.nvfp4_moe import Nvfp4MoEMethod, pad_experts, share_outer_scale
 
 if TYPE_CHECKING:
     from sglang.srt.layers.moe.token_dispatcher import CombineInput, DispatchOutput
@@ -123,69 +121,13 @@ def pack_experts(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tenso
     return MarlinExperts(packed, scales, outer)
 
 
-def share_outer_scale(
-    scale: torch.Tensor, scale_2: torch.Tensor
-) -> tuple[torch.Tensor, torch.Tensor]:
-    """One outer scale for an expert's gate and up halves; ModelOpt already exports them equal.
-
-    The smaller half's block scales are multiplied by its outer scale over the larger (<= 1, so none
-    saturates) and rounded to e4m3 again, as ``checkpoint.scales`` does for fused linear layers.
-
-    Args:
-        scale: e4m3 [E, 2 I, in / 16], changed in place.
-        scale_2: float32 [E, 2].
-
-    Returns:
-        (scale, float32 [E]).
-    """
-    largest = scale_2.amax(dim=1)
-    for expert in (scale_2[:, 0] != scale_2[:, 1]).nonzero().flatten().tolist():
-        halves = scale[expert].unflatten(0, (2, -1))
-        ratio = scale_2[expert] / largest[expert]
-        halves.copy_((halves.float() * ratio[:, None, None]).to(scale.dtype))
-    return scale, largest
-
-
-def pad_experts(layer: Any) -> None:
-    """Widen every expert to a multiple of ``EXPERT_IN`` with zero weights, gate and up apart."""
-    inner = layer.w2_weight.shape[2] * 2
-    extra = round_up(inner, EXPERT_IN) - inner
-    if not extra:
-        return
-    for name in ("w13_weight", "w13_weight_scale"):
-        data = getattr(layer, name).data.view(torch.uint8)
-        data = F.pad(data.unflatten(1, (2, inner)), (0, 0, 0, extra)).flatten(1, 2)
-        getattr(layer, name).data = data.view(getattr(layer, name).dtype)
-    for name, values in (("w2_weight", 2), ("w2_weight_scale", 16)):
-        data = F.pad(getattr(layer, name).data.view(torch.uint8), (0, extra // values))
-        getattr(layer, name).data = data.view(getattr(layer, name).dtype)
-
-
-def packed_experts(layer: Any) -> tuple[MarlinExperts, MarlinExperts]:
-    """Gate and up, and down, of a loaded layer."""
-    names = ("weight", "weight_scale", "weight_scale_2")
-    w13, w2 = (
-        MarlinExperts(*(getattr(layer, f"{part}_{name}") for name in names))
-        for part in ("w13", "w2")
-    )
-    return w13, w2
-
-
 class MarlinMoEMethod(Nvfp4MoEMethod):
-    """Routed experts: SGLang's two Marlin products with the clamped SwiGLU between them.
-
-    Args:
-        fp8: large batches are multiplied in FP8 (``prefill_precision``).
-    """
-
-    def __init__(self, fp8: bool = False) -> None:
-        super().__init__()
-        self.fp8 = fp8
+    """Routed experts: SGLang's two Marlin products with the clamped SwiGLU between them."""
 
     def create_moe_runner(self, layer: Any, moe_runner_config: Any) -> None:
         """SGLang's Marlin runner; it takes the clamp from ``swiglu_limit``."""
         self.runner = MoeRunner(MoeRunnerBackend.MARLIN, moe_runner_config)
-        self.clamp, self.top_k = moe_runner_config.swiglu_limit, moe_runner_config.top_k
+        self.clamp = moe_runner_config.swiglu_limit
 
     def process_weights_after_loading(self, layer: Any) -> None:
         """Pad, repack, and drop the checkpoint's layout.
@@ -195,7 +137,7 @@ class MarlinMoEMethod(Nvfp4MoEMethod):
         """
         scale, outer = share_outer_scale(layer.w13_weight_scale.data, layer.w13_weight_scale_2.data)
         layer.w13_weight_scale.data = scale
-        pad_experts(layer)
+        pad_experts(layer, EXPERT_IN)
         for name, scale_2 in (("w13", outer), ("w2", layer.w2_weight_scale_2.data)):
             packed = pack_experts(
                 getattr(layer, f"{name}_weight").data,
@@ -206,7 +148,6 @@ class MarlinMoEMethod(Nvfp4MoEMethod):
             replace_parameters(
                 layer, f"{name}_", weight=weight, weight_scale=scale, weight_scale_2=outer_scale
             )
-        compile_for(*packed_experts(layer), self.top_k, self.clamp, self.fp8)
         layer.workspace = marlin_utils.marlin_make_workspace(
             layer.w13_weight.device, max_blocks_per_sm=4
         )
@@ -240,10 +181,6 @@ class MarlinMoEMethod(Nvfp4MoEMethod):
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
         topk, hidden = dispatch_output.topk_output, dispatch_output.hidden_states
-        if worthwhile(topk.topk_ids, layer.w13_weight.shape[0]):
-            routing = (topk.topk_weights, topk.topk_ids, self.clamp)
-            out = experts_prefill(hidden, *packed_experts(layer), *routing, self.fp8)
-            return StandardCombineInput(hidden_states=out)
         out = fused_marlin_moe(
             hidden_states=hidden,
             w1=layer.w13_weight,

@@ -1,8 +1,10 @@
-"""NVFP4 routed experts: the parameters as the checkpoint stores them, and their bfloat16 form."""
+"""NVFP4 routed experts: the parameters as the checkpoint stores them, what kernels that keep them
+in four bits need done to them, and their bfloat16 form."""
 
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from sglang.srt.layers.moe.fused_moe_triton import FusedMoeWeightScaleSupported
 from sglang.srt.layers.quantization.base_config import FusedMoEMethodBase
 from sglang.srt.utils import set_weight_attrs
@@ -44,6 +46,44 @@ class Nvfp4MoEMethod(FusedMoEMethodBase):
             parameter = torch.nn.Parameter(torch.empty(shape, dtype=dtype), requires_grad=False)
             layer.register_parameter(name, parameter)
             set_weight_attrs(parameter, {"weight_loader": loader, **attrs})
+
+
+def share_outer_scale(
+    scale: torch.Tensor, scale_2: torch.Tensor
+) -> tuple[torch.Tensor, torch.Tensor]:
+    """One outer scale for an expert's gate and up halves; ModelOpt already exports them equal.
+
+    The smaller half's block scales are multiplied by its outer scale over the larger (<= 1, so none
+    saturates) and rounded to e4m3 again, as ``checkpoint.scales`` does for fused linear layers.
+
+    Args:
+        scale: e4m3 [E, 2 I, in / 16], changed in place.
+        scale_2: float32 [E, 2].
+
+    Returns:
+        (scale, float32 [E]).
+    """
+    largest = scale_2.amax(dim=1)
+    for expert in (scale_2[:, 0] != scale_2[:, 1]).nonzero().flatten().tolist():
+        halves = scale[expert].unflatten(0, (2, -1))
+        ratio = scale_2[expert] / largest[expert]
+        halves.copy_((halves.float() * ratio[:, None, None]).to(scale.dtype))
+    return scale, largest
+
+
+def pad_experts(layer: Any, multiple: int) -> None:
+    """Widen every expert to a multiple with zero weights (silu(0) * 0 = 0), gate and up apart."""
+    inner = layer.w2_weight.shape[2] * 2
+    extra = -inner % multiple
+    if not extra:
+        return
+    for name in ("w13_weight", "w13_weight_scale"):
+        data = getattr(layer, name).data.view(torch.uint8)
+        data = F.pad(data.unflatten(1, (2, inner)), (0, 0, 0, extra)).flatten(1, 2)
+        getattr(layer, name).data = data.view(getattr(layer, name).dtype)
+    for name, values in (("w2_weight", 2), ("w2_weight_scale", 16)):
+        data = F.pad(getattr(layer, name).data.view(torch.uint8), (0, extra // values))
+        getattr(layer, name).data = data.view(getattr(layer, name).dtype)
 
 
 class DequantMoEMethod(Nvfp4MoEMethod, DenseMoEMethod):

@@ -21,8 +21,6 @@ from sglang_dsv4.layers.grouped_linear import (
 from sglang_dsv4.layers.marlin import MarlinLinearMethod, MarlinMoEMethod
 from sglang_dsv4.layers.nvfp4_linear import DequantLinearMethod
 from sglang_dsv4.layers.nvfp4_moe import DequantMoEMethod
-from sglang_dsv4.layers.prefill_precision import fp8_prefill
-from sglang_dsv4.layers.triton_linear import TritonLinearMethod
 from sglang_dsv4.layers.weight_kernels import WeightKernel, WeightKernels, weight_kernels_of
 
 FUSED_MODULES: Mapping[str, tuple[str, ...]] = {
@@ -39,11 +37,12 @@ class Dsv4QuantConfig(QuantizationConfig):
     Args:
         kinds: kind of each quantised module, by its name in the checkpoint's own style
             (``model.layers.2.self_attn.q_a_proj``); a module not named holds plain weights.
+        fp8: large batches are multiplied in FP8 (``prefill_precision``).
     """
 
-    def __init__(self, kinds: Mapping[str, QuantKind]) -> None:
+    def __init__(self, kinds: Mapping[str, QuantKind], fp8: bool = False) -> None:
         super().__init__()
-        self.kinds = kinds
+        self.kinds, self.fp8 = kinds, fp8
 
     def kind_of(self, prefix: str) -> QuantKind:
         """Kind of a module of the model, fused modules included.
@@ -75,7 +74,7 @@ class Dsv4QuantConfig(QuantizationConfig):
             return None
         kind = self.kind_of(prefix)
         if kind is QuantKind.NVFP4:
-            return nvfp4_method(layer, weight_kernels_of(torch.empty(0).device))
+            return nvfp4_method(layer, weight_kernels_of(torch.empty(0).device), self.fp8)
         if kind is QuantKind.BF16:
             if isinstance(layer, FusedMoE):
                 return DenseMoEMethod()
@@ -122,7 +121,9 @@ class Dsv4QuantConfig(QuantizationConfig):
         return []
 
 
-def nvfp4_method(layer: torch.nn.Module, kernels: WeightKernels) -> QuantizeMethodBase:
+def nvfp4_method(
+    layer: torch.nn.Module, kernels: WeightKernels, fp8: bool = False
+) -> QuantizeMethodBase:
     """The weight method of ``layer``, a linear, grouped or experts layer, on a device."""
     if isinstance(layer, FusedMoE):
         if kernels.experts is WeightKernel.FLASHINFER:
@@ -132,10 +133,8 @@ def nvfp4_method(layer: torch.nn.Module, kernels: WeightKernels) -> QuantizeMeth
             # CuTeDSL is imported here, since a CPU needs none.
             from sglang_dsv4.layers.cutedsl_experts import CuteMoEMethod
 
-            return CuteMoEMethod(fp8_prefill(kernels))
-        if kernels.experts is WeightKernel.MARLIN:
-            return MarlinMoEMethod(fp8_prefill(kernels))
-        return DequantMoEMethod()
+            return CuteMoEMethod(fp8)
+        return MarlinMoEMethod() if kernels.experts is WeightKernel.MARLIN else DequantMoEMethod()
     if isinstance(layer, GroupedLinear):
         return DequantGroupedMethod()
     if kernels.linear is WeightKernel.FLASHINFER:
@@ -143,7 +142,5 @@ def nvfp4_method(layer: torch.nn.Module, kernels: WeightKernels) -> QuantizeMeth
     if kernels.linear is WeightKernel.CUTEDSL:
         from sglang_dsv4.layers.cutedsl_linear import CuteLinearMethod
 
-        return CuteLinearMethod(fp8_prefill(kernels))
-    if kernels.linear is WeightKernel.TRITON:
-        return TritonLinearMethod(fp8_prefill(kernels))
+        return CuteLinearMethod(fp8)
     return MarlinLinearMethod() if kernels.linear is WeightKernel.MARLIN else DequantLinearMethod()

@@ -47,8 +47,10 @@ class Scorer(nn.Module):
     def __init__(self, dims: ModelDims, quant: Dsv4QuantConfig, prefix: str) -> None:
         super().__init__()
         # One float32 value with an axis: the product is float32, in one launch.
-        scale = torch.full((1,), dims.index_head_dim**-0.5 * dims.index_n_heads**-0.5)
-        self.register_buffer("scale", scale.float(), persistent=False)
+        scale = dims.index_head_dim**-0.5 * dims.index_n_heads**-0.5
+        self.register_buffer(
+            "scale", torch.full((1,), scale, dtype=torch.float32), persistent=False
+        )
         self.weights_proj = ReplicatedLinear(
             dims.hidden_size,
             dims.index_n_heads,

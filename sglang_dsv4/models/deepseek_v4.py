@@ -22,9 +22,8 @@ from sglang_dsv4.config import LayerKind, ModelDims
 from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.kernels.dispatch import Operations, operations_for
 from sglang_dsv4.kernels.reference.rope import build_rope_table
-from sglang_dsv4.layers.prefill_precision import fp8_prefill
+from sglang_dsv4.layers import prefill_precision, weight_kernels
 from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
-from sglang_dsv4.layers.weight_kernels import describe, weight_kernels_of
 from sglang_dsv4.model_source import ModelSource, open_source
 from sglang_dsv4.models.attention import Attention
 from sglang_dsv4.models.branches import Branches
@@ -136,12 +135,11 @@ class DeepseekV4ForCausalLM(nn.Module):
         self.config = config
         self.source: ModelSource = open_source(config._name_or_path)
         dims = self.source.dims
-        self.quant_config = Dsv4QuantConfig(self.source.kinds)
         device = torch.empty(0).device
-        kernels = weight_kernels_of(device)
-        logger.info(describe(kernels))
-        if fp8_prefill(kernels):
-            logger.info("NVFP4 weights: large prefill batches are multiplied in FP8")
+        kernels = weight_kernels.weight_kernels_of(device)
+        prefill = prefill_precision.choose_prefill(kernels, self.source.quantized_activations)
+        logger.info("%s; %s", weight_kernels.describe(kernels), prefill_precision.describe(prefill))
+        self.quant_config = Dsv4QuantConfig(self.source.kinds, prefill.fp8)
         self.ops = operations_for(device)
         self.model = Model(dims, self.quant_config, self.ops, _max_position(dims))
         self.lm_head = ParallelLMHead(dims.vocab_size, dims.hidden_size)

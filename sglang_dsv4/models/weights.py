@@ -155,7 +155,7 @@ class _Loader:
                 part["weight"], part["weight_scale"], part["weight_scale_2"] = triple
             for name, part in zip(names, ordered, strict=True):
                 self.input_scales.usable(name, part.get("input_scale"))
-                part.setdefault("input_scale", torch.tensor(float("nan")))
+                part.setdefault("input_scale", torch.tensor(float("nan"), dtype=torch.float32))
         for suffix in ordered[0]:
             target, tensors = f"{fused}.{suffix}", [part[suffix] for part in ordered]
             if fused.endswith("gate_up_proj"):

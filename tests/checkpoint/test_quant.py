@@ -8,7 +8,7 @@ import torch
 from synthetic import TINY, Entry, write_copy, write_header_only
 from torch import Tensor
 
-from sglang_dsv4.checkpoint.quant import QuantKind, module_kinds
+from sglang_dsv4.checkpoint.quant import QuantKind, has_input_scales, module_kinds
 from sglang_dsv4.checkpoint.reader import Checkpoint, TensorInfo
 from sglang_dsv4.errors import CheckpointError
 
@@ -84,7 +84,19 @@ def test_missing_part(copy_dir: Path, tiny: dict[str, Tensor], suffix: str):
 def test_missing_input_scale_is_no_error(copy_dir: Path, tiny: dict[str, Tensor]):
     rest = {key: value for key, value in tiny.items() if not key.endswith(".input_scale")}
     assert len(rest) == len(tiny) - 348
-    assert module_kinds(damaged(copy_dir, rest)) == module_kinds(Checkpoint.open(TINY))
+    weight_only = damaged(copy_dir, rest)
+    assert module_kinds(weight_only) == module_kinds(Checkpoint.open(TINY))
+    assert not has_input_scales(weight_only, module_kinds(weight_only))
+
+
+@pytest.mark.parametrize("left_out", ["nothing", Q_A])
+def test_activations_are_quantised_where_every_packed_matrix_has_an_input_scale(
+    copy_dir: Path, tiny: dict[str, Tensor], left_out: str
+):
+    rest = {key: value for key, value in tiny.items() if key != f"{left_out}.input_scale"}
+    checkpoint = damaged(copy_dir, rest)
+    assert has_input_scales(checkpoint, module_kinds(checkpoint)) == (left_out == "nothing")
+    assert not has_input_scales(checkpoint, {Q_A: QuantKind.BF16})
 
 
 @pytest.mark.parametrize(

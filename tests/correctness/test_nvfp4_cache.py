@@ -13,7 +13,9 @@ from torch import Tensor
 pytestmark = pytest.mark.e2e
 
 NAMES = [p["name"] for p in oracle.question_prompts() if p["prompt_len"] < 1600]
-MAX_MEAN_KL = 0.0015
+MAX_MEAN_KL = {"bf16": 0.0015, "fp8": 0.0025}
+"""By the precision of large prefill batches; an H200 gave 0.00087 and 0.00180."""
+PRECISIONS = [*MAX_MEAN_KL] if ON_GPU and torch.cuda.get_device_capability() == (9, 0) else ["bf16"]
 
 
 @pytest.fixture(scope="module")
@@ -25,9 +27,15 @@ def bfloat16_cache() -> dict[str, Tensor]:
         return {name: runner.prefill(golden_ids(name)) for name in NAMES}
 
 
+@pytest.fixture(scope="module", params=PRECISIONS)
+def precision(request) -> str:
+    return request.param
+
+
 @pytest.fixture(scope="module")
-def runner(bfloat16_cache) -> Iterator[Runner]:
-    with Runner(kv_cache_dtype="nvfp4", device="cuda" if ON_GPU else "cpu") as runner:
+def runner(bfloat16_cache, precision) -> Iterator[Runner]:
+    device = "cuda" if ON_GPU else "cpu"
+    with Runner(kv_cache_dtype="nvfp4", device=device, prefill=precision) as runner:
         yield runner
 
 
@@ -36,7 +44,7 @@ def answered(runner) -> dict[str, tuple[Tensor, list[int]]]:
     return {name: prefill_and_answer(runner, name) for name in NAMES}
 
 
-def test_divergence_from_the_bfloat16_cache(answered, bfloat16_cache):
+def test_divergence_from_the_bfloat16_cache(answered, bfloat16_cache, precision):
     """A simulation inside transformers, records and keys rounded, gave 0.00075 over 11 prompts."""
     found = {name: kl(bfloat16_cache[name], logits) for name, (logits, _) in answered.items()}
     by_prompt = {name: float(divergence.mean()) for name, divergence in found.items()}
@@ -44,8 +52,8 @@ def test_divergence_from_the_bfloat16_cache(answered, bfloat16_cache):
     print({name: f"{mean:.2e}" for name, mean in by_prompt.items()})
     print(f"mean KL {positions.mean():.2e} over {len(positions)} positions of {len(found)} prompts")
     assert len(found) >= 11
-    assert float(positions.mean()) <= MAX_MEAN_KL
-    assert sum(by_prompt.values()) / len(by_prompt) <= MAX_MEAN_KL
+    assert float(positions.mean()) <= MAX_MEAN_KL[precision]
+    assert sum(by_prompt.values()) / len(by_prompt) <= MAX_MEAN_KL[precision]
 
 
 @pytest.mark.parametrize("name", NAMES)

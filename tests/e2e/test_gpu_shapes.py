@@ -1,10 +1,11 @@
 """Published shapes with random weights on a GPU: the kernels beside the reference on the same GPU.
 
-Both servers hold the same NVFP4 weights by the same weight kernels and the same NVFP4 cache; only
-the operations of ``kernels/dispatch.py`` differ. Prompts are random ids. The first server continues
-them greedily, step by step through its CUDA graphs, and scores every position; the second scores
-the same tokens in one prefill. ``DSV4_SHAPES_FLASH`` and ``DSV4_SHAPES_PRO`` name two servers that
-run already instead, as "port,port": the kernels' and the reference's.
+Both servers hold the same NVFP4 weights by the same weight kernels (prefill in bfloat16, as decode
+is) and the same NVFP4 cache; only the operations of ``kernels/dispatch.py`` differ. Prompts are
+random ids. The first server continues them greedily, step by step through its CUDA graphs, and
+scores every position; the second scores the same tokens in one prefill. ``DSV4_SHAPES_FLASH`` and
+``DSV4_SHAPES_PRO`` name two servers that run already instead, as "port,port": the kernels' and the
+reference's.
 """
 
 import os
@@ -75,6 +76,7 @@ def both_servers(
         return
     checkpoint = folder / shapes
     write_random_checkpoint(checkpoint, config, torch.device("cuda"))
+    monkeypatch.setenv(envs.PREFILL.name, "bf16")
     with served(ours(checkpoint, OPTIONS, free_port(), folder / "kernels.log")) as kernels:
         monkeypatch.setenv(envs.REFERENCE_ON_GPU.name, "1")
         slow = (*OPTIONS, "--disable-cuda-graph")

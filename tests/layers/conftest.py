@@ -1,4 +1,4 @@
-"""Stand-ins for what a GPU would bring: Marlin's repacking kernel, in plain torch."""
+"""Stand-ins for what a GPU would bring: Marlin's repacking and the widening of records."""
 
 import numpy as np
 import pytest
@@ -54,6 +54,15 @@ def marlin_repack(monkeypatch):
     monkeypatch.setattr(
         marlin_utils, "marlin_make_workspace", lambda *_, **__: torch.zeros(4, dtype=torch.int)
     )
+
+
+def widen_records(records: torch.Tensor, first: int, out: torch.Tensor, factor: float) -> None:
+    """``widen_experts`` in plain torch."""
+    from sglang_dsv4.kernels.linear.records import unpack_records
+    from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
+
+    codes = unpack_records(records[first : first + len(out)], *out.shape[1:])
+    out.copy_(dequantize_weight(*codes, torch.full((len(out),), factor)).to(out.dtype))
 
 
 def nvfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:

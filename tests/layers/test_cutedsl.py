@@ -7,15 +7,17 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import nvfp4
+from conftest import nvfp4, widen_records
 
 from sglang_dsv4.errors import CheckpointError, UnsupportedError
+from sglang_dsv4.kernels.experts import grouped
 from sglang_dsv4.kernels.linear.records import pack_records, unpack_records
 from sglang_dsv4.kernels.reference.fp8 import widen_weight
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 from sglang_dsv4.layers import cutedsl_experts, cutedsl_linear
 from sglang_dsv4.layers.cutedsl_experts import CuteMoEMethod
 from sglang_dsv4.layers.cutedsl_linear import CuteLinearMethod
+from sglang_dsv4.layers.experts_prefill import ROWS_WORTH
 
 
 def experts_layer(experts, width, inner):
@@ -28,7 +30,7 @@ def experts_layer(experts, width, inner):
         parameter.data.copy_(weight)
         getattr(layer, f"{name}_weight_scale").data.copy_(scale)
     layer.w13_weight_scale_2.data.fill_(2.0**-10)
-    layer.w2_weight_scale_2.data.copy_(torch.tensor([2.0**-12, 3e-4]))
+    layer.w2_weight_scale_2.data.copy_(torch.tensor([2.0**-12, 3e-4], dtype=torch.float32))
     return method, layer
 
 
@@ -90,7 +92,12 @@ def test_a_batch_gets_the_function_for_its_size(monkeypatch, many):
 
     monkeypatch.setattr(cutedsl_experts, "experts_decode", decode)
     monkeypatch.setattr(cutedsl_experts, "products", products)
-    monkeypatch.setattr(cutedsl_experts, "worthwhile", lambda ids, experts: many and experts == 2)
+
+    def worthwhile(ids, experts, fp8):
+        assert (ids, experts, fp8) == ("ids", 2, False)
+        return many
+
+    monkeypatch.setattr(cutedsl_experts, "worthwhile", worthwhile)
     topk = SimpleNamespace(topk_weights="routed", topk_ids="ids")
     given = SimpleNamespace(hidden_states="x", topk_output=topk)
     assert method.apply(layer, given).hidden_states == "x"
@@ -108,18 +115,12 @@ def test_a_batch_gets_the_function_for_its_size(monkeypatch, many):
         assert args[1] is layer.w13_weight and args[4] is layer.w2_weight_scale_2
 
 
-def widen(records, first, out, factor):
-    """``widen_experts``, which needs a GPU."""
-    codes = unpack_records(records[first : first + len(out)], *out.shape[1:])
-    out.copy_(dequantize_weight(*codes, torch.full((len(out),), factor)).to(out.dtype))
-
-
 @pytest.mark.parametrize("fp8", [False, True])
 def test_widened_weights_times_what_they_lack_are_the_checkpoints(monkeypatch, fp8):
     weight, scale = nvfp4(3, 64, 128)
     outer = torch.tensor([2.0**-9, 2.0**-3, 1.0])
     records = pack_records(weight, scale)
-    monkeypatch.setattr(cutedsl_experts, "widen_experts", widen)
+    monkeypatch.setattr(cutedsl_experts, "widen_experts", widen_records)
     made = cutedsl_experts.source(records, outer, fp8)
     out = torch.empty(2, 64, 128, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
     made.widen(out, 1)
@@ -154,7 +155,7 @@ def test_a_large_batch_of_a_linear_layer_in_fp8(monkeypatch, tokens, out, fp8):
         calls.append("bfloat16")
         return rows[:, :1].expand(-1, out)
 
-    monkeypatch.setattr(cutedsl_linear, "widen_experts", widen)
+    monkeypatch.setattr(cutedsl_linear, "widen_experts", widen_records)
     monkeypatch.setattr(cutedsl_linear, "fp8_product", product)
     monkeypatch.setattr(cutedsl_linear, "records_linear", linear)
     assert method.apply(layer, x).shape == (tokens, out)
@@ -189,3 +190,90 @@ def test_a_linear_layer(monkeypatch, out, width, bias):
         x, dequantize_weight(weight, scale, torch.tensor(0.25)), extra
     )
     torch.testing.assert_close(method.apply(layer, x, extra), wanted)
+
+
+@pytest.fixture
+def bfloat16_default():
+    """New float tensors are bfloat16 unless told otherwise, as while SGLang loads a model."""
+    torch.set_default_dtype(torch.bfloat16)
+    yield
+    torch.set_default_dtype(torch.float32)
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_a_linear_layer_loads_under_a_bfloat16_default(bfloat16_default, monkeypatch, fp8):
+    """Created, filled and repacked by its own method, then compiled for every batch size."""
+    method, layer = CuteLinearMethod(fp8), torch.nn.Module()
+    method.create_weights(layer, 128, [48], 128, 48, torch.bfloat16, weight_loader=None)
+    weight, scale = nvfp4(48, 128)
+    layer.weight.data.copy_(weight)
+    layer.weight_scale.data.copy_(scale)
+    layer.weight_scale_2.data.fill_(0.3)
+    layer.input_size_per_partition = 128
+    method.process_weights_after_loading(layer)
+    assert layer.weight.dtype == torch.uint8
+    assert (layer.weight_scale_2.dtype, layer.weight_scale_2.shape) == (torch.float32, (1,))
+    assert layer.weight_scale_2.item() == torch.tensor(0.3, dtype=torch.float32).item()
+    assert layer.arrived.dtype == torch.int32
+    calls = []
+
+    def linear(x, records, scale_2, rows, arrived):
+        calls.append((len(x), x.dtype, scale_2.dtype))
+        return x.new_zeros(len(x), rows)
+
+    def product(x, dense, outer):
+        calls.append((len(x), x.dtype, outer.dtype))
+        return x.new_zeros(len(x), len(dense))
+
+    monkeypatch.setattr(cutedsl_linear, "planned_tokens", lambda records, inputs: (1, 64))
+    monkeypatch.setattr(cutedsl_linear, "widen_experts", widen_records)
+    monkeypatch.setattr(cutedsl_linear, "records_linear", linear)
+    monkeypatch.setattr(cutedsl_linear, "fp8_product", product)
+    method._compile(layer)
+    assert [tokens for tokens, *_ in calls] == [1, 64, 65, 513 if fp8 else 65]
+    assert {call[1:] for call in calls} == {(torch.bfloat16, torch.float32)}
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_experts_load_under_a_bfloat16_default(bfloat16_default, monkeypatch, fp8):
+    """Loaded, then compiled with stand-ins for the launches, which need a GPU."""
+    method, layer = experts_layer(2, 128, 96)
+    method.fp8 = fp8
+    layer.w13_weight_scale_2.data.copy_(torch.tensor([[0.3, 0.1], [0.1, 0.1]]))
+    method.process_weights_after_loading(layer)
+    for name in ("w13", "w2"):
+        assert getattr(layer, f"{name}_weight").dtype == torch.uint8
+        outer = getattr(layer, f"{name}_weight_scale_2")
+        assert (outer.dtype, outer.shape) == (torch.float32, (2,))
+    launches, calls = [], []
+
+    def launch(shape, x, records, outer, routed, lists, out, limit):
+        launches.append((x.dtype, outer.dtype, routed.dtype, lists[0].dtype, out.dtype))
+
+    def products(x, gate_up, down, routed, ids, clamp, in_fp8):
+        calls.append((gate_up.experts, in_fp8))
+        dtypes = (x.dtype, gate_up.outer.dtype, down.outer.dtype, routed.dtype, ids.dtype)
+        assert dtypes == (torch.bfloat16, *[torch.float32] * 3, torch.int32)
+
+    def worthwhile(ids, experts, in_fp8):
+        assert ids.numel() >= ROWS_WORTH[fp8] * experts and in_fp8 == fp8
+        return True
+
+    plan = grouped.Plan(
+        grouped.Shape(True, 128, 128, 2, 1, 1), grouped.Shape(False, 128, 128, 2, 1, 1)
+    )
+    asked = set()
+    lists = (torch.zeros(2, dtype=torch.int32),) * 3
+    monkeypatch.setattr(grouped, "num_sms", lambda index: 132)
+    monkeypatch.setattr(grouped, "current_arch", lambda: "sm_90a")
+    monkeypatch.setattr(grouped, "experts_plan", lambda tokens, *_: asked.add(tokens) or plan)
+    monkeypatch.setattr(grouped, "slot_lists", lambda *_: lists)
+    monkeypatch.setattr(grouped, "launch", launch)
+    monkeypatch.setattr(cutedsl_experts, "products", products)
+    monkeypatch.setattr(cutedsl_experts, "worthwhile", worthwhile)
+    method._compile(layer)
+    # What prepares two shapes, and one token through both.
+    f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
+    assert launches == [(bf16, f32, f32, i32, bf16)] * 4
+    assert asked == set(range(1, ROWS_WORTH[fp8] + 1))
+    assert calls == [(1, fp8)]

@@ -1,19 +1,20 @@
-"""Experts of a large prefill, interpreted: widening from Marlin's order, row blocks, products."""
+"""Experts of a large prefill, interpreted: row blocks, and products of weights from records."""
 
 import sys
 
 import pytest
 import torch
-from conftest import nvfp4
+from conftest import nvfp4, widen_records
 from interpreted import convert_to_e4m3_as_torch, interpreted, round_to_bfloat16_as_torch
 from slot_lists import align
 
+from sglang_dsv4.kernels.linear.records import pack_records
 from sglang_dsv4.kernels.reference.fp8 import WEIGHT_SHIFT, quantize_rows, widen_weight
 from sglang_dsv4.kernels.reference.moe import moe_experts
-from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight, pack_nibbles
+from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 from sglang_dsv4.kernels.reference.swiglu import clamped_swiglu
-from sglang_dsv4.layers.expert_products import BLOCK_ROWS
-from sglang_dsv4.layers.marlin import pack_experts
+from sglang_dsv4.layers import cutedsl_experts, experts_prefill
+from sglang_dsv4.layers.expert_products import BLOCK_ROWS, Source
 
 
 def dot(_, left, right, total, *options):
@@ -34,37 +35,34 @@ def module(monkeypatch):
     round_to_bfloat16_as_torch(monkeypatch)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
     monkeypatch.setattr(fused_moe_triton, "moe_align_block_size", align)
-    helpers = ("kernels.linear.fp8_rows", "layers.expert_products", "layers.marlin_widen")
+    monkeypatch.setattr(cutedsl_experts, "widen_experts", widen_records)
+    helpers = ("kernels.linear.fp8_rows", "layers.expert_products")
     helpers = [f"sglang_dsv4.{name}" for name in helpers]
     module = interpreted("sglang_dsv4.layers.experts_prefill", monkeypatch, *helpers)
     monkeypatch.setattr(sys.modules[helpers[1]], "num_sms", lambda index: 1)
     return module
 
 
-@pytest.mark.parametrize("shape", [(128, 64), (256, 192)])
-def test_widened_weights_are_the_checkpoints(module, marlin_repack, shape):
-    weight, scale = nvfp4(4, *shape)
-    packed = pack_experts(weight, scale, torch.ones(4))
-    out = torch.empty(2, *shape, dtype=torch.bfloat16)
-    module.source(packed, out.dtype).widen(out, 1)
-    wanted = dequantize_weight(weight, scale, torch.full((4,), 2.0**-7))
-    assert torch.equal(out.float(), wanted[1:3])
+def sources(matrices: list, fp8: bool = False) -> list[Source]:
+    """Both matrices of the experts, (weight, scale, outer) each."""
+    return [cutedsl_experts.source(pack_records(w, s), outer, fp8) for w, s, outer in matrices]
 
 
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
-def test_every_code_under_every_scale(module, marlin_repack, dtype):
-    """128 outputs: the 127 finite scales and one more; 64 inputs: the 16 codes four times."""
-    codes = torch.arange(16, dtype=torch.uint8).repeat(1, 128, 4)
-    scale = torch.arange(128, dtype=torch.uint8).clamp(max=126)[None, :, None].repeat(1, 1, 4)
-    weight, scale = pack_nibbles(codes), scale.view(torch.float8_e4m3fn)
-    packed = pack_experts(weight, scale, torch.ones(1))
-    out = torch.empty(1, 128, 64, dtype=dtype)
-    module.source(packed, dtype).widen(out, 0)
-    wanted = dequantize_weight(weight, scale, torch.tensor([2.0**-7])).to(dtype)
-    if dtype == torch.float8_e4m3fn:
-        wanted = widen_weight(weight, scale)
-    size = torch.uint8 if dtype.itemsize == 1 else torch.int16
-    assert torch.equal(out.view(size), wanted.view(size))
+@pytest.mark.parametrize(("fp8", "rows"), [(False, 384), (True, 256)])
+def test_a_batch_is_large_from_so_many_rows_an_expert_on(monkeypatch, fp8, rows):
+    class Ids:
+        is_cuda, device = True, "cuda:0"
+
+        def __init__(self, slots: int) -> None:
+            self.numel = lambda: slots
+
+    capability = (9, 0)
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    assert experts_prefill.worthwhile(Ids(rows * 16), 16, fp8)
+    assert not experts_prefill.worthwhile(Ids(rows * 16 - 1), 16, fp8)
+    capability = (10, 0)
+    assert not experts_prefill.worthwhile(Ids(rows * 16), 16, fp8)
+    assert not experts_prefill.worthwhile(torch.zeros(rows * 16), 16, fp8)
 
 
 def test_blocks_hold_every_slot_once_with_its_expert(module):
@@ -84,25 +82,23 @@ def test_blocks_hold_every_slot_once_with_its_expert(module):
 
 
 @pytest.mark.parametrize(("limit", "inner"), [(0.5, 128), (None, 64)])
-def test_experts_are_the_references(module, marlin_repack, monkeypatch, limit, inner):
+def test_experts_are_the_references(module, monkeypatch, limit, inner):
     count, width, tokens, chosen = 5, 128, 70, 3
     monkeypatch.setattr(module, "EXPERTS_SCRATCH", 2 * 4 * inner * width)
     matrices = []
     for shape in ((2 * inner, width), (width, inner)):
-        weight, scale = nvfp4(count, *shape)
         outer = torch.exp2(torch.randint(-14, -10, (count,)).float())
-        matrices.append(
-            (pack_experts(weight, scale, outer), dequantize_weight(weight, scale, outer))
-        )
+        matrices.append((*nvfp4(count, *shape), outer))
+    gate_up, down = (dequantize_weight(*matrix) for matrix in matrices)
     x = torch.randn(tokens, width).bfloat16()
     routed = torch.rand(tokens, chosen)
     ids = torch.rand(tokens, count).topk(chosen).indices.int()
     ids[ids == 2] = 4
     ids[5:9] = -1
-    found = module.experts_prefill(x, matrices[0][0], matrices[1][0], routed, ids, limit)
+    found = module.products(x, *sources(matrices), routed, ids, limit)
     assert not found[5:9].any()
     routed[5:9] = 0
-    wanted = moe_experts(x.float(), matrices[0][1], matrices[1][1], routed, ids.clamp(min=0), limit)
+    wanted = moe_experts(x.float(), gate_up, down, routed, ids.clamp(min=0), limit)
     error = (found.float().sum(1) - wanted).norm() / wanted.norm()
     assert error < 1e-2
 
@@ -149,7 +145,7 @@ def fp8_experts(x, matrices, routed, ids, limit):
 @pytest.mark.parametrize(
     ("limit", "width", "inner"), [(0.5, 128, 128), (None, 128, 64), (2.0, 256, 192)]
 )
-def test_fp8_experts_are_the_references(module, marlin_repack, monkeypatch, limit, width, inner):
+def test_fp8_experts_are_the_references(module, monkeypatch, limit, width, inner):
     """Scratch holds two experts of five; widths of whole and of half steps of 128 columns."""
     torch.manual_seed(width)
     monkeypatch.setattr(module, "EXPERTS_SCRATCH", 4 * inner * width)
@@ -157,8 +153,7 @@ def test_fp8_experts_are_the_references(module, marlin_repack, monkeypatch, limi
     x[10, 7] = float("nan")
     x[11, 0] = float("inf")
     x[12, -1] = -float("inf")
-    w13, w2 = (pack_experts(*matrix) for matrix in matrices)
-    found = module.experts_prefill(x, w13, w2, routed, ids, limit, fp8=True).float()
+    found = module.products(x, *sources(matrices, fp8=True), routed, ids, limit, fp8=True).float()
     wanted = fp8_experts(x, matrices, routed, ids, limit)
     broken = torch.zeros(70, dtype=torch.bool)
     broken[10:13] = True
@@ -176,13 +171,13 @@ def test_fp8_experts_are_the_references(module, marlin_repack, monkeypatch, limi
 
 
 @pytest.mark.parametrize("limit", [0.5, None])
-def test_a_broken_row_stays_one_and_alone(module, marlin_repack, limit):
+def test_a_broken_row_stays_one_and_alone(module, limit):
     x, matrices, routed, ids = hostile_batch(5, 128, 64, 30, 2)
-    w13, w2 = (pack_experts(*matrix) for matrix in matrices)
-    sound = module.experts_prefill(x, w13, w2, routed, ids, limit)
+    made = sources(matrices)
+    sound = module.products(x, *made, routed, ids, limit)
     assert sound.isfinite().all()
     x[20, 5] = float("nan")
-    found = module.experts_prefill(x, w13, w2, routed, ids, limit)
+    found = module.products(x, *made, routed, ids, limit)
     assert found[20].isnan().all()
     others = torch.arange(30) != 20
     assert torch.equal(found[others], sound[others])

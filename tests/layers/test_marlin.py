@@ -12,6 +12,7 @@ from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight, unpack_nibbles
 from sglang_dsv4.layers import marlin
 from sglang_dsv4.layers.marlin import MarlinExperts, linear_padding, pack_experts
+from sglang_dsv4.layers.nvfp4_moe import pad_experts, share_outer_scale
 
 # (out, in) of every linear layer of the small model, V4-Flash and V4-Pro, on one GPU and a rank
 # of 8: none is padded in its inputs, and only the small model's scorer in its outputs.
@@ -153,7 +154,7 @@ def test_gate_and_up_get_one_outer_scale():
         dequantize_weight(w, s, outer)
         for w, s, outer in zip(weight.chunk(2, 1), scale.chunk(2, 1), scale_2.T, strict=True)
     ]
-    shared, largest = marlin.share_outer_scale(scale, scale_2)
+    shared, largest = share_outer_scale(scale, scale_2)
     # Scales are powers of two and stay above e4m3's 2^-9, so nothing is rounded.
     assert torch.equal(dequantize_weight(weight, shared, largest), torch.cat(before, dim=1))
 
@@ -168,7 +169,7 @@ def test_narrow_experts_are_padded_with_zeros(inner, padded):
     one = torch.ones(2)
     gate_up = dequantize_weight(layer.w13_weight, layer.w13_weight_scale, one)
     down = dequantize_weight(layer.w2_weight, layer.w2_weight_scale, one)
-    marlin.pad_experts(layer)
+    pad_experts(layer, 64)
     wide = dequantize_weight(layer.w13_weight, layer.w13_weight_scale, one)
     assert wide.shape == (2, 2 * padded, 64)
     for old, new in zip(gate_up.chunk(2, 1), wide.chunk(2, 1), strict=True):
@@ -182,7 +183,6 @@ def test_narrow_experts_are_padded_with_zeros(inner, padded):
 def test_experts_layers_hold_the_checkpoints_weights(marlin_repack):
     """The whole method: pad, share, repack, and leave no tensor of the checkpoint's layout."""
     method, layer = marlin.MarlinMoEMethod(), torch.nn.Module()
-    method.clamp, method.top_k = None, 2
     method.create_weights(layer, 2, 128, 96, torch.bfloat16, weight_loader=None)
     assert layer.w13_weight.shape == (2, 192, 64)
     for name in ("w13", "w2"):

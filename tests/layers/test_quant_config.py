@@ -21,7 +21,6 @@ from sglang_dsv4.layers.marlin import MarlinLinearMethod, MarlinMoEMethod
 from sglang_dsv4.layers.nvfp4_linear import DequantLinearMethod
 from sglang_dsv4.layers.nvfp4_moe import DequantMoEMethod
 from sglang_dsv4.layers.quant_config import Dsv4QuantConfig, nvfp4_method
-from sglang_dsv4.layers.triton_linear import TritonLinearMethod
 from sglang_dsv4.layers.weight_kernels import WeightKernel, weight_kernels
 
 
@@ -38,13 +37,14 @@ LINEAR, GROUPED, EXPERTS = blank(ReplicatedLinear), blank(GroupedLinear), blank(
     [
         (None, None, (DequantLinearMethod, DequantGroupedMethod, DequantMoEMethod)),
         ((8, 0), None, (MarlinLinearMethod, DequantGroupedMethod, MarlinMoEMethod)),
-        ((9, 0), None, (TritonLinearMethod, DequantGroupedMethod, MarlinMoEMethod)),
+        ((9, 0), None, (CuteLinearMethod, DequantGroupedMethod, CuteMoEMethod)),
         (
             (10, 0),
             None,
             (FlashInferLinearMethod, DequantGroupedMethod, FlashInferModelOptMoEMethod),
         ),
-        ((9, 0), WeightKernel.CUTEDSL, (CuteLinearMethod, DequantGroupedMethod, CuteMoEMethod)),
+        ((10, 0), WeightKernel.CUTEDSL, (CuteLinearMethod, DequantGroupedMethod, CuteMoEMethod)),
+        ((9, 0), WeightKernel.MARLIN, (MarlinLinearMethod, DequantGroupedMethod, MarlinMoEMethod)),
         ((12, 0), WeightKernel.MARLIN, (MarlinLinearMethod, DequantGroupedMethod, MarlinMoEMethod)),
         (
             (9, 0),
@@ -101,3 +101,15 @@ def test_the_choice_is_made_for_the_device_of_new_tensors(monkeypatch):
     monkeypatch.setattr(quant_config, "weight_kernels_of", choose)
     Dsv4QuantConfig({"m.q_b_proj": QuantKind.NVFP4}).get_quant_method(LINEAR, "m.q_b_proj")
     assert seen == ["cpu"]
+
+
+@pytest.mark.parametrize("fp8", [False, True])
+def test_both_kinds_of_layers_are_told_of_fp8(monkeypatch, fp8):
+    monkeypatch.setattr(quant_config, "weight_kernels_of", lambda _: weight_kernels((9, 0)))
+    parts = ("gate", "up", "down")
+    kinds = {f"m.experts.0.{part}_proj": QuantKind.NVFP4 for part in parts}
+    kinds |= dict.fromkeys(("m.q_b_proj", "m.o_a_proj"), QuantKind.NVFP4)
+    config = Dsv4QuantConfig(kinds, fp8)
+    assert config.get_quant_method(LINEAR, "m.q_b_proj").fp8 is fp8
+    assert config.get_quant_method(EXPERTS, "m.experts").fp8 is fp8
+    assert not hasattr(config.get_quant_method(GROUPED, "m.o_a_proj"), "fp8")

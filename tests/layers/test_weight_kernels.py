@@ -9,7 +9,7 @@ from sglang_dsv4.layers import weight_kernels as table
 from sglang_dsv4.layers.weight_kernels import WeightKernel, describe, weight_kernels
 
 DEQUANT, MARLIN, FLASHINFER = WeightKernel.DEQUANT, WeightKernel.MARLIN, WeightKernel.FLASHINFER
-TRITON, CUTEDSL = WeightKernel.TRITON, WeightKernel.CUTEDSL
+CUTEDSL = WeightKernel.CUTEDSL
 BEFORE_HOPPER = [(8, 0), (8, 6), (8, 7), (8, 9)]
 HOPPER = (9, 0)
 BLACKWELL = {
@@ -37,25 +37,18 @@ def test_gpus_before_hopper_run_marlin(capability):
     assert kernels.experts_runner == "marlin"
 
 
-@pytest.mark.parametrize("forced", [None, TRITON])
-def test_hopper_runs_its_own_linear_kernel(forced):
-    kernels = weight_kernels(HOPPER, forced)
-    assert kinds(kernels) == (TRITON, MARLIN)
+def test_hopper_runs_cutedsl():
+    kernels = weight_kernels(HOPPER)
+    assert kinds(kernels) == (CUTEDSL, CUTEDSL)
     assert kernels.experts_runner == "marlin"
+    assert "sm_90 has no FP4 tensor cores" in describe(kernels)
 
 
-@pytest.mark.parametrize("capability", [*BEFORE_HOPPER, *BLACKWELL])
-def test_no_other_gpu_runs_hoppers_kernel(capability):
-    with pytest.raises(UnsupportedError, match=r"triton was asked for on sm_.*, wanted sm_90"):
-        weight_kernels(capability, TRITON)
-
-
-@pytest.mark.parametrize("capability", [HOPPER, *BLACKWELL])
-def test_cutedsl_is_taken_where_it_is_asked_for(capability):
+@pytest.mark.parametrize("capability", BLACKWELL)
+def test_blackwell_runs_cutedsl_if_asked(capability):
     kernels = weight_kernels(capability, CUTEDSL)
     assert kinds(kernels) == (CUTEDSL, CUTEDSL)
     assert kernels.experts_runner == "marlin"
-    assert CUTEDSL not in kinds(weight_kernels(capability))
 
 
 @pytest.mark.parametrize("capability", BEFORE_HOPPER)
@@ -101,12 +94,12 @@ def test_the_environment_forces(monkeypatch):
     monkeypatch.setattr(torch.cuda, "get_device_capability", lambda _: (9, 0))
     cuda = torch.device("cuda")
     monkeypatch.delenv(WEIGHT_KERNEL.name, raising=False)
-    assert table.weight_kernels_of(cuda).linear is TRITON
+    assert table.weight_kernels_of(cuda).linear is CUTEDSL
     monkeypatch.setenv(WEIGHT_KERNEL.name, " Dequant ")
     assert table.weight_kernels_of(cuda).linear is DEQUANT
     assert table.weight_kernels_of(torch.device("cpu")).linear is DEQUANT
     monkeypatch.setenv(WEIGHT_KERNEL.name, "int4")
-    wanted = "'int4', wanted marlin, triton, cutedsl, flashinfer or dequant"
+    wanted = "'int4', wanted marlin, cutedsl, flashinfer or dequant"
     with pytest.raises(ConfigError, match=wanted):
         table.weight_kernels_of(cuda)
 
@@ -117,6 +110,9 @@ def test_the_log_line_names_every_choice():
         "NVFP4 weights on sm_100: linear flashinfer, experts flashinfer "
         "(flashinfer_trtllm_routed): sm_100 multiplies FP4 by FP4"
     )
+    assert describe(weight_kernels(HOPPER)).startswith(
+        "NVFP4 weights on sm_90: linear cutedsl, experts cutedsl: sm_90 has no FP4 tensor cores"
+    )
     assert "\n" not in describe(weight_kernels(None))
 
 
@@ -124,9 +120,7 @@ def test_sglang_knows_the_runners():
     from sglang.srt.layers.moe.utils import MoeRunnerBackend
 
     runners = {
-        weight_kernels(c, f).experts_runner
-        for c in BLACKWELL
-        for f in (None, *set(WeightKernel) - {TRITON})
+        weight_kernels(c, f).experts_runner for c in BLACKWELL for f in (None, *WeightKernel)
     }
     for runner in runners:
         assert MoeRunnerBackend(runner).value == runner

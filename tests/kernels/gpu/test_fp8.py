@@ -17,9 +17,9 @@ if torch.cuda.get_device_capability() != (9, 0):
     pytest.skip("needs sm_90", allow_module_level=True)
 
 from sglang_dsv4.kernels.linear import fp8
-from sglang_dsv4.kernels.linear.dense import widen_fp8
 from sglang_dsv4.kernels.linear.fp8_rows import quantize_rows
-from sglang_dsv4.kernels.linear.packing import pack_weight
+from sglang_dsv4.kernels.linear.records import pack_records
+from sglang_dsv4.kernels.linear.widen import widen_experts
 from sglang_dsv4.kernels.reference import fp8 as reference
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight, pack_nibbles
 from sglang_dsv4.kernels.reference.swiglu import clamped_swiglu
@@ -38,11 +38,16 @@ def nvfp4(*shape: int, lowest: int = -3, highest: int = 3) -> tuple[torch.Tensor
     return weight, torch.exp2(scale).to(torch.float8_e4m3fn)
 
 
-@pytest.mark.parametrize(
-    ("width", "padded"),
-    [(16, 16), (48, 48), (96, 128), (1040, 1152), (2048, 2048), (4096, 4096), (16384, 16384)],
-)
-def test_rows(width, padded):
+def widen_fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
+    """A weight uint8 [out, in / 2] through records to e4m3 [out, in], over ``FP8_OUTER``."""
+    shape = (1, weight.shape[0], 2 * weight.shape[1])
+    out = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
+    widen_experts(pack_records(weight, scale)[None], 0, out, 1.0 / fp8.FP8_OUTER)
+    return out[0]
+
+
+@pytest.mark.parametrize("width", [16, 48, 96, 1040, 2048, 4096, 16384])
+def test_rows(width):
     """Rows of a wider matrix, the rest of which is NaN."""
     torch.manual_seed(width)
     x = torch.full((300, width + 8), float("nan"), dtype=torch.bfloat16, device="cuda")
@@ -55,10 +60,9 @@ def test_rows(width, padded):
     x[5, width // 2] = float("nan")
     x[6, 0] = float("inf")
     x[7, width - 1] = -float("inf")
-    found, scale = quantize_rows(x[:, :width], padded)
+    found, scale = quantize_rows(x[:, :width])
     wanted, wanted_scale = reference.quantize_rows(x[:, :width].cpu())
-    assert_same(found[:, :width], wanted)
-    assert not found[:, width:].view(torch.uint8).any()
+    assert_same(found, wanted)
     assert scale[5:8].isnan().all()
     assert torch.equal(scale.cpu().nan_to_num(), wanted_scale.nan_to_num())
 
@@ -79,17 +83,13 @@ def test_every_code_under_every_scale():
     codes = torch.arange(16, dtype=torch.uint8).repeat(127, 8)
     scale = torch.arange(127, dtype=torch.uint8)[:, None].repeat(1, 8).view(torch.float8_e4m3fn)
     weight = pack_nibbles(codes)
-    packed, packed_scale = pack_weight(weight, scale)
-    found = widen_fp8(packed.cuda(), packed_scale.cuda())
-    assert_same(found, reference.widen_weight(weight, scale))
+    assert_same(widen_fp8(weight.cuda(), scale.cuda()), reference.widen_weight(weight, scale))
 
 
 @pytest.mark.parametrize(("out", "width"), [(1536, 4096), (32768, 1024), (112, 96), (16, 16)])
 def test_widened_weights(out, width):
     weight, scale = nvfp4(out, width, lowest=-9, highest=8)
-    found = widen_fp8(*pack_weight(weight, scale))
-    assert_same(found[:, :width], reference.widen_weight(weight, scale))
-    assert not found[:, width:].view(torch.uint8).any()
+    assert_same(widen_fp8(weight, scale), reference.widen_weight(weight, scale))
 
 
 @pytest.mark.parametrize("tokens", [fp8.FP8_TOKENS + 1, 1000, 2048])
@@ -107,7 +107,7 @@ def test_linear(out, width, tokens):
     x[3] = 0
     x[5, 7] = float("nan")
     x[6, 0] = float("inf")
-    found = fp8.fp8_linear(x, *pack_weight(weight, scale), scale_2)
+    found = fp8.fp8_product(x, widen_fp8(weight, scale), scale_2 * fp8.FP8_OUTER)
     assert found.shape == (tokens, out) and found.dtype == torch.bfloat16
     assert found[5:7].isnan().all() and not found[3].any()
     sound = torch.ones(tokens, dtype=torch.bool, device="cuda")
@@ -161,7 +161,7 @@ def test_experts(width, inner, limit, rounded, monkeypatch):
     """Scratch for two of six experts at a time, one of them without rows; -1, NaN, infinity."""
     pytest.importorskip("sglang")
     from sglang_dsv4.layers import experts_prefill
-    from sglang_dsv4.layers.marlin import pack_experts
+    from sglang_dsv4.layers.cutedsl_experts import source
 
     torch.manual_seed(width)
     itemsize = 1 if rounded else 2
@@ -184,9 +184,9 @@ def test_experts(width, inner, limit, rounded, monkeypatch):
     x[20, 7] = float("nan")
     # A sum with one infinity may be clamped to the limit: not in FP8, where its row has no scale.
     x[21, 0] = float("inf") if rounded else float("nan")
-    w13, w2 = (pack_experts(*matrix) for matrix in matrices)
+    w13, w2 = (source(pack_records(w, s), outer, rounded) for w, s, outer in matrices)
     torch.empty(1 << 26, device="cuda").fill_(float("nan"))  # what new_empty hands out next
-    call = functools.partial(experts_prefill.experts_prefill, x, w13, w2, routed, ids, limit)
+    call = functools.partial(experts_prefill.products, x, w13, w2, routed, ids, limit)
     found = call(fp8=rounded)
     assert found[broken].isnan().all()
     wanted = experts(x, matrices, routed, ids, limit, rounded)[~broken]

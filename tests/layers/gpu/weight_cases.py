@@ -60,7 +60,7 @@ MODELS = {
 
 
 def start(model: Path, device: str) -> Any:
-    """SGLang's configuration and process groups; the model's config. New tensors are on device."""
+    """SGLang's configuration and process groups; returns the model's config."""
     from sglang.srt.plugins import load_plugins
 
     load_plugins()
@@ -93,8 +93,18 @@ def start(model: Path, device: str) -> Any:
     bootstrap.init_layer_runtime(model_config=config)
     initialize_moe_config()
     initialize_fp4_gemm_config()
-    torch.set_default_device(device)
     return config.hf_config
+
+
+def stop() -> None:
+    """Tear down the process groups."""
+    from sglang.srt.distributed.parallel_state import (
+        destroy_distributed_environment,
+        destroy_model_parallel,
+    )
+
+    destroy_model_parallel()
+    destroy_distributed_environment()
 
 
 def cosine(ours: torch.Tensor, wanted: torch.Tensor) -> float:
@@ -126,72 +136,106 @@ def dense_experts(layer: Any) -> tuple[torch.Tensor, torch.Tensor]:
     return torch.cat(halves, dim=1), down
 
 
-def random_linear(out: int, width: int) -> tuple[Any, torch.Tensor]:
-    """(layer, its float32 weight) with random NVFP4 weights; values of about 1 / sqrt(width)."""
+def random_linear(
+    out: int, width: int, fp8: bool = False, hostile: bool = False
+) -> tuple[Any, torch.Tensor]:
+    """(layer, its float32 weight) with random NVFP4 weights; values of about 1 / sqrt(width).
+
+    Made under a bfloat16 default dtype, as SGLang makes a model. Args as ``fill``'s, and ``fp8``:
+    large batches are multiplied in FP8.
+    """
     from sglang.srt.layers.linear import ReplicatedLinear
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
 
     from sglang_dsv4.checkpoint.quant import QuantKind
     from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
 
-    quant = Dsv4QuantConfig({"m.proj": QuantKind.NVFP4})
-    layer = ReplicatedLinear(
-        width,
-        out,
-        bias=False,
-        params_dtype=BF16,
-        quant_config=quant,
-        prefix="m.proj",
-    )
-    fill(layer.weight, layer.weight_scale, layer.weight_scale_2, width)
-    weight = dense_weight(layer)
-    layer.quant_method.process_weights_after_loading(layer)
+    quant = Dsv4QuantConfig({"m.proj": QuantKind.NVFP4}, fp8)
+    with set_default_torch_dtype(BF16):
+        layer = ReplicatedLinear(
+            width,
+            out,
+            bias=False,
+            params_dtype=BF16,
+            quant_config=quant,
+            prefix="m.proj",
+        )
+        fill(layer.weight, layer.weight_scale, layer.weight_scale_2, width, hostile)
+        weight = dense_weight(layer)
+        layer.quant_method.process_weights_after_loading(layer)
     return layer, weight
 
 
-def fill(weight: torch.Tensor, scale: torch.Tensor, scale_2: torch.Tensor, width: int) -> None:
+def fill(
+    weight: torch.Tensor,
+    scale: torch.Tensor,
+    scale_2: torch.Tensor,
+    width: int,
+    hostile: bool = False,
+) -> None:
+    """Random codes and scales; ``hostile``: a largest, a smallest and a zero block scale too."""
     weight.data.random_(0, 256)
-    exponent = torch.rand(scale.shape) * 8
+    exponent = torch.rand(scale.shape, dtype=torch.float32) * 8
     scale.data.copy_(torch.exp2(exponent).to(torch.float8_e4m3fn))
     # e2m1 has a root mean square of 2.9, 2^(8 u) of 110.
     scale_2.data.fill_(width**-0.5 / 320)
+    if hostile:
+        rows = scale.data.flatten(0, -2)
+        rows[-1, 0], rows[0, 0] = 2.0**-9, 448.0
+        if rows.shape[1] > 2:
+            rows[::7, -1] = 0.0
 
 
-def random_experts(experts: int, hidden: int, inner: int, nvfp4: bool) -> tuple[Any, Any]:
-    """(layer, (gate_up, down) float32 or None for many experts)."""
+def random_experts(
+    experts: int,
+    hidden: int,
+    inner: int,
+    nvfp4: bool = True,
+    fp8: bool = False,
+    hostile: bool = False,
+) -> tuple[Any, Any]:
+    """(layer, (gate_up, down) float32 or None for many experts), made as ``random_linear`` does.
+
+    ``hostile``: as ``fill``, and outer scales that differ between gate and up, by powers of two.
+    """
     from sglang.srt.layers.moe.fused_moe_triton import FusedMoE
+    from sglang.srt.model_loader.utils import set_default_torch_dtype
 
     from sglang_dsv4.checkpoint.quant import QuantKind
     from sglang_dsv4.layers.quant_config import Dsv4QuantConfig
 
     kind = QuantKind.NVFP4 if nvfp4 else QuantKind.BF16
     kinds = {f"m.experts.0.{part}_proj": kind for part in ("gate", "up", "down")}
-    layer = FusedMoE(
-        num_experts=experts,
-        hidden_size=hidden,
-        intermediate_size=inner,
-        layer_id=0,
-        top_k=6,
-        params_dtype=BF16,
-        quant_config=Dsv4QuantConfig(kinds),
-        prefix="m.experts",
-        inplace=False,
-        swiglu_limit=10.0,
-    )
-    if not nvfp4:
-        for weight, width in ((layer.w13_weight, hidden), (layer.w2_weight, inner)):
-            weight.data.normal_(0, width**-0.5)
-        return layer, None
-    for part, width in (("w13", hidden), ("w2", inner)):
-        fill(
-            *(getattr(layer, f"{part}_{s}") for s in ("weight", "weight_scale", "weight_scale_2")),
-            width,
+    with set_default_torch_dtype(BF16):
+        layer = FusedMoE(
+            num_experts=experts,
+            hidden_size=hidden,
+            intermediate_size=inner,
+            layer_id=0,
+            top_k=6,
+            params_dtype=BF16,
+            quant_config=Dsv4QuantConfig(kinds, fp8),
+            prefix="m.experts",
+            inplace=False,
+            swiglu_limit=10.0,
         )
-    dense = dense_experts(layer) if experts <= 16 else None
-    layer.quant_method.process_weights_after_loading(layer)
+        if not nvfp4:
+            for weight, width in ((layer.w13_weight, hidden), (layer.w2_weight, inner)):
+                weight.data.normal_(0, width**-0.5)
+            return layer, None
+        for part, width in (("w13", hidden), ("w2", inner)):
+            names = ("weight", "weight_scale", "weight_scale_2")
+            fill(*(getattr(layer, f"{part}_{name}") for name in names), width, hostile)
+        if hostile:
+            layer.w13_weight_scale_2.data[::2, 1] /= 2
+            layer.w13_weight_scale_2.data[1::2, 0] /= 4
+        dense = dense_experts(layer) if experts <= 16 else None
+        layer.quant_method.process_weights_after_loading(layer)
     return layer, dense
 
 
 def random_topk(tokens: int, experts: int) -> Any:
+    """The choices of a router with random logits: 6 of ``experts``."""
     from sglang.srt.layers.moe.topk import StandardTopKOutput
 
     logits = torch.randn(tokens, experts)

@@ -1,4 +1,4 @@
-"""Triton kernels of linear layers and a prefill's experts compile for sm_90 without a GPU."""
+"""Triton kernels of a large prefill compile for sm_90 without a GPU."""
 
 import subprocess
 from pathlib import Path
@@ -8,16 +8,14 @@ import triton
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from sglang_dsv4.kernels.linear import dense, fp8_rows, linear
-from sglang_dsv4.layers import expert_products, marlin_widen
+from sglang_dsv4.kernels.linear import fp8_rows
+from sglang_dsv4.layers import expert_products
 
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-FEW = ["*bf16", "*u8", "*fp8e4nv", "*fp32", "*bf16", "*fp32", "*i32", *["i32"] * 5]
-WIDEN = ["*u8", "*fp8e4nv", "*fp32", "*bf16", "i32", "i32"]
-QUANTIZE = ["*bf16", "*fp8e4nv", "*fp32", "i32", "i32", "i32"]
+QUANTIZE = ["*bf16", "*fp8e4nv", "*fp32", "i32", "i32"]
 MULTIPLY = ["*fp32", "*fp32", "*i32", "*i32", "*i32", "*bf16", *["i32"] * 5, "fp32"]
 # What torch allocates and every published width is a multiple of 16; a number of tokens is not.
-ANY = {"tokens", "blocks", "first", "last", "slots"}
+ANY = {"first", "last", "slots"}
 
 
 def disassemble(kernel, types, constants, warps, folder, stages=3):
@@ -41,30 +39,6 @@ def disassemble(kernel, types, constants, warps, folder, stages=3):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
-@pytest.mark.parametrize("tokens", [16, 32, 64])
-@pytest.mark.parametrize(("rows", "splits"), [(64, 8), (128, 1)])
-def test_few_tokens(rows, splits, tokens, tmp_path):
-    constants = {"SPLITS": splits, "ROWS": rows, "TOKENS": tokens}
-    constants |= {"STAGES": linear.STAGES, "INTERPRETED": False}
-    warps = linear.TALL_WARPS if rows == 128 else 4
-    sass = disassemble(linear._few, FEW, constants, warps, tmp_path)
-    assert "HGMMA.64x" in sass and ".F32.BF16" in sass
-    assert "LDGSTS" in sass, "loads are not in flight"
-    # A pair of values costs one multiplication; conversions of e2m1 are bit moves.
-    pairs = rows * 128 // 2 // (warps * 32)
-    assert sass.count("HMUL2.BF16") + sass.count("HFMA2.BF16") <= 1.25 * pairs
-    assert "LDL" not in sass and "STL" not in sass
-
-
-@pytest.mark.parametrize("fp8", [False, True])
-def test_widening(fp8, tmp_path):
-    constants = {"ROWS": dense._ROWS, "FP8": fp8, "INTERPRETED": False}
-    types = [*WIDEN[:3], "*fp8e4nv" if fp8 else "*bf16", *WIDEN[4:]]
-    sass = disassemble(dense._widen, types, constants, 4, tmp_path)
-    assert ("E4M3" in sass.replace("F2FP.BF16.F32.PACK_AB", "")) >= fp8
-    assert "LDL" not in sass and "STL" not in sass
-
-
 @pytest.mark.parametrize("block", [1024, 4096, 16384])
 def test_rows_to_e4m3(block, tmp_path):
     sass = disassemble(fp8_rows._quantize, QUANTIZE, {"BLOCK": block}, fp8_rows._WARPS, tmp_path)
@@ -74,22 +48,13 @@ def test_rows_to_e4m3(block, tmp_path):
     assert "LDL" not in sass and "STL" not in sass
 
 
-@pytest.mark.parametrize("fp8", [False, True])
-def test_widening_from_marlins_order(fp8, tmp_path):
-    types = ["*i32", "*u8", "*i16" if fp8 else "*i32", "i32", "i32", "i32"]
-    constants = {"TILES": marlin_widen._TILES, "FP8": fp8}
-    sass = disassemble(marlin_widen._widen, types, constants, 4, tmp_path)
-    assert ("E4M3" in sass) == fp8
-    assert "LDL" not in sass and "STL" not in sass
-
-
 @pytest.mark.parametrize("gated", [True, False])
 @pytest.mark.parametrize(("scaled", "depth"), [(False, 64), (True, 64), (True, 128)])
 def test_products_of_experts(scaled, depth, gated, tmp_path):
     columns = 128 if gated or scaled else 256
     operand = "fp8e4nv" if scaled else "bf16"
     types = [f"*{operand}", "*fp32", f"tensordesc<{operand}[{columns},{depth}]>", *MULTIPLY]
-    constants = {"UNDO": 2.0**-112, "SCALED": scaled, "GATED": gated, "TOP_K": 6, "PROGRAMS": 132}
+    constants = {"UNDO": 2.0**7, "SCALED": scaled, "GATED": gated, "TOP_K": 6, "PROGRAMS": 132}
     constants |= {"ROWS": expert_products.BLOCK_ROWS, "COLUMNS": columns, "DEPTH": depth}
     constants |= {"GROUP": expert_products._GROUP}
     sass = disassemble(expert_products._multiply, types, constants, 8, tmp_path, stages=4)
