@@ -48,7 +48,8 @@ def combine(
 ) -> None:
     """Merge the splits of one token and head: four dims a thread, splits in ascending order.
 
-    rotated: whether the RoPE dims are turned back by the position of the token's query. Lane s of a warp takes the log-sum-exp of split s, so there are at most 32.
+    rotated: whether the RoPE dims are turned back by the position of the token's query. Lane s of a
+    warp takes the log-sum-exp of split s, so there are at most 32.
     """
     tid, _, _ = cute.arch.thread_idx()
     row, _, _ = cute.arch.block_idx()

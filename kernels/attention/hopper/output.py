@@ -25,8 +25,9 @@ ROPED_QUARTETS = 2
 FIRST_ROPED = QUARTETS - ROPED_QUARTETS
 # Units of RoPE dims, a pair of each a lane.
 PAIRS = 4 * ROPED_QUARTETS
-# The quartet of the first head before which angles are loaded: the sums of those before it are gone
-# from the registers, and the loads have until the first RoPE quartet.
+# The quartet of each head before which its angles are loaded: late enough for the registers that the
+# sums of those before it leave, and the loads have until the first RoPE quartet. Kept from one head
+# to the next, they would cost spills.
 ANGLES_BEFORE = 3
 
 
@@ -58,7 +59,7 @@ def write_half(
         if numbers.splits == 1:
             for i in cutlass.range_constexpr(QUARTETS):
                 turned = rotated and _roped(half, i)
-                if cutlass.const_expr(rotated and half == 1 and (h, i) == (0, ANGLES_BEFORE)):
+                if cutlass.const_expr(rotated and half == 1 and i == ANGLES_BEFORE):
                     _load_angles(table_row(operands, position), quad, angles)
                 words = _words(half, h, i, sums, gains[h], quad, angles if turned else None)
                 place = address(operands.out) + (at + (4 * i + quad) * 8) * 2
