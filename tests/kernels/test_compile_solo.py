@@ -24,9 +24,9 @@ SPILLS_ALLOWED = {4: (1, 0), 8: (11, 2)}
 SM_SHARED, RESERVED = 228 * 1024, 1024
 
 
-def disassemble(slot_bytes, lengths, folder):
+def disassemble(slot_bytes, lengths, rotated, folder):
     path = folder / "kernel.cubin"
-    shape = SoloShape(ListShape(64, 64, slot_bytes, lengths))
+    shape = SoloShape(ListShape(64, 64, slot_bytes, lengths, rotated))
     path.write_bytes(cubin_of(compile_solo, "sm_90a", shape))
     command = [str(NVDISASM), "-c", str(path)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
@@ -46,9 +46,10 @@ def hot_loop(sass):
     raise AssertionError("no loop around the products")
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize(("slot_bytes", "lengths"), [(4, True), (8, False), (8, True)])
-def test_instructions(slot_bytes, lengths, tmp_path):
-    sass = disassemble(slot_bytes, lengths, tmp_path)
+def test_instructions(slot_bytes, lengths, rotated, tmp_path):
+    sass = disassemble(slot_bytes, lengths, rotated, tmp_path)
     loop = "\n".join(hot_loop(sass))
     # 512 dims by 16 for the scores of 16 keys; 32 tiles of 16 dims for the values.
     assert len(re.findall(r"HMMA\.16816\.F32\.BF16", loop)) == 32 + 32

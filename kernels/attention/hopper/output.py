@@ -25,9 +25,9 @@ ROPED_QUARTETS = 2
 FIRST_ROPED = QUARTETS - ROPED_QUARTETS
 # Units of RoPE dims, a pair of each a lane.
 PAIRS = 4 * ROPED_QUARTETS
-# The quartet of each head before which its angles are loaded: late enough for the registers that the
-# sums of those before it leave, and the loads have until the first RoPE quartet. Kept from one head
-# to the next, they would cost spills.
+# The quartet of each head before which its angles are loaded: the sums of those before it have left
+# their registers, and the loads have until the first RoPE quartet. Kept from one head to the next,
+# they would cost spills.
 ANGLES_BEFORE = 3
 
 
