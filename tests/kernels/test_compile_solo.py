@@ -17,9 +17,10 @@ from sglang_dsv4.kernels.jit import cubin_of
 
 triton = pytest.importorskip("triton", reason="its wheel carries nvdisasm")
 NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdisasm"
-# Loads and stores of registers in local memory inside the loop, by bytes of a slot, as ptxas 13.4
-# leaves them beside 128 accumulators: with 4 one value that the loop does not change is read back.
-SPILLS_ALLOWED = {4: (1, 0), 8: (11, 2)}
+# Loads and stores of registers in local memory inside the loop, by bytes of a slot and whether the
+# output is turned back, as ptxas 13.4 leaves them beside 128 accumulators: with 4 one or two values
+# that the loop does not change are read back.
+SPILLS_ALLOWED = {(4, False): (1, 0), (4, True): (2, 0), (8, False): (11, 2), (8, True): (11, 2)}
 # An SM of sm_90 has 228 KB of shared memory, of which each block costs 1 KB more than it asks for.
 SM_SHARED, RESERVED = 228 * 1024, 1024
 
@@ -63,7 +64,8 @@ def test_instructions(slot_bytes, lengths, rotated, tmp_path):
     # Warps do not wait for each other.
     assert not re.search(r"\bBAR\b|MEMBAR", loop)
     spilled = len(re.findall(r"\bLDL\b", loop)), len(re.findall(r"\bSTL\b", loop))
-    assert all(n <= most for n, most in zip(spilled, SPILLS_ALLOWED[slot_bytes], strict=True))
+    allowed = SPILLS_ALLOWED[slot_bytes, rotated]
+    assert all(n <= most for n, most in zip(spilled, allowed, strict=True))
 
 
 def test_blocks_share_an_sm():
