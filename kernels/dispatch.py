@@ -31,7 +31,6 @@ class Operations:
     kv_store: Callable
     compress_store: Callable
     q_norm_rope: Callable
-    inverse_rope: Callable
     indexer_query: Callable
     indexer_topk: Callable
     sparse_attention: Callable
@@ -57,7 +56,6 @@ REFERENCE = Operations(
     kv_store=kv_store.kv_store,
     compress_store=compress.compress_store,
     q_norm_rope=norm_rope.q_norm_rope,
-    inverse_rope=norm_rope.inverse_rope,
     indexer_query=indexer_query.indexer_query,
     indexer_topk=indexer.indexer_topk,
     sparse_attention=sparse_attention.sparse_attention,
@@ -115,7 +113,6 @@ def gpu_choices(arch: str) -> Mapping[str, Choice]:
         "kv_store": Choice(gpu_kv_store.kv_store, own),
         "compress_store": Choice(gpu_compress.compress_store, own),
         "q_norm_rope": Choice(gpu_norm_rope.q_norm_rope, own),
-        "inverse_rope": Choice(gpu_norm_rope.inverse_rope, own),
         "indexer_query": Choice(query.indexer_query, own),
         "indexer_topk": Choice(gpu_indexer.indexer_topk, own),
         "sparse_attention": reader,

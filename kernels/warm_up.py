@@ -69,7 +69,7 @@ def _steps(
 ) -> Iterator[tuple[str, Callable[[], None]]]:
     buffers = _Buffers(device)
     yield "mHC", partial(_hyper_connections, ops, shapes, buffers)
-    yield "q_norm_rope and inverse_rope", partial(_rotations, ops, shapes, buffers)
+    yield "q_norm_rope", partial(_query, ops, shapes, buffers)
     yield "kv_store", partial(_store, ops, shapes, buffers)
     for name, ratio, layout in (
         ("compress C4", 4, shapes.c4),
@@ -120,9 +120,9 @@ def _hyper_connections(ops: Operations, shapes: ServedShapes, buffers: _Buffers)
         ops.hc_head(streams, head, head_base, head_scale, EPS, EPS)
 
 
-def _rotations(ops: Operations, shapes: ServedShapes, buffers: _Buffers) -> None:
-    q, positions = buffers.bf16(1, shapes.heads, shapes.window.head_dim), buffers.i64(1)
-    ops.inverse_rope(ops.q_norm_rope(q, positions, buffers.table, EPS), positions, buffers.table)
+def _query(ops: Operations, shapes: ServedShapes, buffers: _Buffers) -> None:
+    q = buffers.bf16(1, shapes.heads, shapes.window.head_dim)
+    ops.q_norm_rope(q, buffers.i64(1), buffers.table, EPS)
 
 
 def _store(ops: Operations, shapes: ServedShapes, buffers: _Buffers) -> None:
@@ -196,6 +196,7 @@ def _attend(ops: Operations, shapes: ServedShapes, buffers: _Buffers) -> None:
     for tokens in TOKENS:
         q = buffers.bf16(tokens, shapes.heads, shapes.window.head_dim)
         window_slots = buffers.i64(tokens, shapes.sliding_window)
+        rotation = buffers.i64(tokens), buffers.table
         for layout, width in lists:
             entries = (
                 (None, None, None)
@@ -208,5 +209,14 @@ def _attend(ops: Operations, shapes: ServedShapes, buffers: _Buffers) -> None:
             )
             lengths = None if layout is None else buffers.i32(tokens, value=width)
             ops.sparse_attention(
-                q, window_slots, window, shapes.window, *entries, sinks, 1.0, 1.0, lengths
+                q,
+                window_slots,
+                window,
+                shapes.window,
+                *entries,
+                sinks,
+                1.0,
+                1.0,
+                lengths,
+                rotation,
             )

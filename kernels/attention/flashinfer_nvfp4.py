@@ -12,6 +12,8 @@ own argument checks and planners, and the byte layout against its headers; no ke
 One call takes both lists: FlashInfer's main cache is the window pool, its extra cache the
 compressed one. Conventions, read in FlashInfer's sources:
 
+- Outputs are not turned back: where a rotation is given, `inverse_rope` is one more launch, on an
+  output that is rounded already. Our kernels turn it back before they round it.
 - Records have no outer scale; a page is [page_size x 352 data | page_size x 32 scale] bytes.
 - A slot is page * page_size + row, int32; a negative one, and places at or after the list's length,
   are masked. Other slots are not checked: they must lie in the pool.
@@ -56,6 +58,7 @@ from sglang_dsv4.kernels.attention.flashinfer_readers import (
     Reader,
 )
 from sglang_dsv4.kernels.hardware import current_arch, num_sms
+from sglang_dsv4.kernels.norm_rope.norm_rope import inverse_rope
 
 logger = logging.getLogger(__name__)
 
@@ -124,6 +127,7 @@ def sparse_attention(
     softmax_scale: float,
     out_scale: float = 1.0,
     comp_lengths: Tensor | None = None,
+    rotation: tuple[Tensor, Tensor] | None = None,
     with_lse: bool = False,
 ) -> tuple[Tensor, Tensor | None]:
     """Attention of each query to the records that its lists name, by FlashInfer or our kernel.
@@ -153,6 +157,7 @@ def sparse_attention(
             softmax_scale,
             out_scale,
             comp_lengths=comp_lengths,
+            rotation=rotation,
         )
     logits = sinks.float().contiguous()
     operands = Operands(
@@ -169,7 +174,9 @@ def sparse_attention(
         out_scale=1.0 if with_lse else out_scale,
     )
     out, lse = reader.read(operands, with_lse)
-    return (out, None) if lse is None else _apply_sinks(out, lse, logits, out_scale)
+    if lse is not None:
+        out, lse = _apply_sinks(out, lse, logits, out_scale)
+    return (out if rotation is None else inverse_rope(out, *rotation)), lse
 
 
 def _apply_sinks(

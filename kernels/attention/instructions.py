@@ -240,6 +240,13 @@ def global_load_f32(address: Int64, *, loc: Any = None, ip: Any = None) -> Float
 
 
 @dsl_user_op
+def global_load_f32x2(address: Int64, *, loc: Any = None, ip: Any = None) -> Any:
+    """Load two float32 that this grid does not write, from an 8-byte aligned address."""
+    text = "ld.global.v2.f32 {$0,$1}, [$2];"
+    return _asm([Float32] * 2, [address], text, "=f,=f,l" + _MEMORY, True, loc, ip)
+
+
+@dsl_user_op
 def global_load_f32x4(address: Int64, *, loc: Any = None, ip: Any = None) -> Any:
     """Load four float32 that this grid does not write, from a 16-byte aligned address."""
     return _asm(

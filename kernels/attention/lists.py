@@ -16,12 +16,16 @@ TILE = 64
 
 @dataclass(frozen=True)
 class ListShape:
-    """Static: tokens a page of each pool, bytes of a slot, whether lists have their own lengths."""
+    """Static: tokens a page of each pool, bytes of a slot, whether lists have their own lengths.
+
+    rotated: whether the output is turned back by the query's position (`rotation`).
+    """
 
     window_page: int
     comp_page: int
     slot_bytes: int
     has_lengths: bool = False
+    rotated: bool = False
 
 
 class TokenLists:

@@ -6,15 +6,19 @@ import cutlass
 from cutlass import BFloat16, Float32, Int32, Int64, cute
 from cutlass.cute.runtime import make_fake_tensor
 
-from sglang_dsv4.kernels.attention.combine import HEAD_DIM
 from sglang_dsv4.kernels.operands import fake_compact
+
+HEAD_DIM = 512
+ROPE_DIM = 64
 
 
 class Operands(NamedTuple):
     """The tensors; `sparse_attention` describes them.
 
-    comp_lengths int32 [T] is read only by kernels compiled with lengths; part_out float32
-    [splits T H, 512] and part_lse float32 [splits T H] are scratch, unused with one split.
+    comp_lengths int32 [T] is read only by kernels compiled with lengths, positions int64 [T] and
+    table float32 [max_position, 64] only by those that turn their output back (`rotation`);
+    part_out float32 [splits T H, 512] and part_lse float32 [splits T H] are scratch, unused with
+    one split.
     """
 
     q: Any
@@ -24,6 +28,8 @@ class Operands(NamedTuple):
     window_pool: Any
     comp_pool: Any
     sinks: Any
+    positions: Any
+    table: Any
     out: Any
     lse: Any
     part_out: Any
@@ -59,6 +65,8 @@ def fake_operands(slot_bytes: int) -> Operands:
         window_pool=strided(cutlass.Uint8, 2, 16, 16),
         comp_pool=strided(cutlass.Uint8, 2, 16, 16),
         sinks=fake_compact(Float32, (cute.sym_int64(),), 4),
+        positions=fake_compact(Int64, (cute.sym_int64(),), 8),
+        table=strided(Float32, 2, 16, 4),
         out=fake_compact(BFloat16, (tokens, heads, HEAD_DIM), 16),
         lse=fake_compact(Float32, (tokens, heads), 4),
         part_out=fake_compact(Float32, (cute.sym_int64(), HEAD_DIM), 16),

@@ -39,7 +39,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from sglang_dsv4.kernels.attention import instructions as ptx
-from sglang_dsv4.kernels.attention.combine import HEAD_DIM, LN2, LOG2_E, combine
+from sglang_dsv4.kernels.attention.combine import LN2, LOG2_E, combine_splits
 from sglang_dsv4.kernels.attention.dequant import (
     NOPE_ROW,
     ROPE_OFFSET,
@@ -51,10 +51,17 @@ from sglang_dsv4.kernels.attention.dequant import (
 from sglang_dsv4.kernels.attention.instructions import address, choose
 from sglang_dsv4.kernels.attention.lists import TILE, ListShape, TokenLists
 from sglang_dsv4.kernels.attention.operands import (
+    HEAD_DIM,
     Numbers,
     Operands,
     fake_numbers,
     fake_operands,
+)
+from sglang_dsv4.kernels.attention.rotation import (
+    load_angles,
+    load_position,
+    table_row,
+    turn_back,
 )
 from sglang_dsv4.kernels.hardware import SHARED_BYTES
 from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
@@ -117,16 +124,7 @@ class SparseAttention:
             min_blocks_per_mp=self.blocks_per_sm,
             preferred_smem_carveout=self.carveout,
         )
-        if numbers.splits > 1:
-            combine(
-                operands.part_out,
-                operands.part_lse,
-                operands.sinks,
-                operands.out,
-                operands.lse,
-                numbers.splits,
-                numbers.out_scale,
-            ).launch(grid=[tokens * heads, 1, 1], block=[HEAD_DIM // 4, 1, 1], stream=stream)
+        combine_splits(operands, numbers, self.shape.lists.rotated, stream)
 
     @cute.kernel
     def kernel(self, operands: Operands, numbers: Numbers, head_tiles: Int32) -> None:
@@ -218,15 +216,18 @@ class SparseAttention:
         self.locate(tid)
         for step in cutlass.range_constexpr(self.lanes_per_head.bit_length() - 1):
             total = total + ptx.shuffle_xor(total, 1 << step)
+        angles = cute.make_rmem_tensor(8, Float32)
+        position = self.load_position(operands, token)
         self.write_gain(peak, total, first_head, token, split, operands, numbers)
+        self.load_angles(angles, operands, numbers, position)
         cute.arch.sync_threads()
         self.stage_output(summed)
         cute.arch.sync_threads()
         if numbers.splits == 1:
-            self.write_output(operands.out, first_head, num_heads, token, True)
+            self.write_output(operands.out, first_head, num_heads, token, True, angles)
         else:
             row = split * Int32(operands.out.shape[0]) + token
-            self.write_output(operands.part_out, first_head, num_heads, row, False)
+            self.write_output(operands.part_out, first_head, num_heads, row, False, angles)
 
     def locate(self, tid: Int32) -> None:
         """What follows from the thread's index; computed anew for each tile, not kept in registers.
@@ -532,6 +533,24 @@ class SparseAttention:
                     value = summed[(m * self.blocks + n) * 4 + c] * (gains[c % 2] * unit)
                     ptx.shared_store_f32(self.staged(head, dim + m * 16 + 8 * (c // 2)), value)
 
+    def written_dim(self) -> Int32:
+        """The first of the eight dims of each head that this thread writes."""
+        return ((self.warp % 2) * 32 + self.lane) * 8
+
+    def load_position(self, operands: Operands, token: Int32) -> Int64:
+        """Start the load of the position by which the output is turned back; 0 where it is not."""
+        return load_position(operands, token) if self.shape.lists.rotated else Int64(0)
+
+    @cute.jit
+    def load_angles(
+        self, angles: Any, operands: Operands, numbers: Numbers, position: Int64
+    ) -> None:
+        """Start the loads of what turns this thread's dims back, where this block writes them."""
+        if cutlass.const_expr(self.shape.lists.rotated):  # noqa: SIM102 (static first)
+            if numbers.splits == 1:
+                row = table_row(operands, position)
+                load_angles(row, self.written_dim(), 4, angles)
+
     @cute.jit
     def write_output(
         self,
@@ -540,11 +559,12 @@ class SparseAttention:
         num_heads: Int32,
         row: Int32,
         final: cutlass.Constexpr,
+        angles: Any,
     ) -> None:
         """The staged tile to global memory: bf16 of the output, or float32 of one split."""
         for i in cutlass.range_constexpr(self.heads // 4):
             local = i * 4 + self.warp // 2
-            dim = ((self.warp % 2) * 32 + self.lane) * 8
+            dim = self.written_dim()
             head = first_head + local
             if head < num_heads:
                 place = self.staged(local, dim)
@@ -552,6 +572,9 @@ class SparseAttention:
                 high = ptx.shared_load_f32x4(place + 16)
                 at = (Int64(row) * num_heads + head) * HEAD_DIM + Int64(dim)
                 if cutlass.const_expr(final):
+                    if cutlass.const_expr(self.shape.lists.rotated):
+                        both = turn_back([*low, *high], dim, angles)
+                        low, high = both[:4], both[4:]
                     packed = [ptx.pack_bf16x2(v[j], v[j + 1]) for v in (low, high) for j in (0, 2)]
                     ptx.global_store_u32x4(address(target) + at * 2, *packed)
                 else:

@@ -47,15 +47,22 @@ from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from sglang_dsv4.kernels.attention import instructions as ptx
 from sglang_dsv4.kernels.attention import solo_ptx as solo
-from sglang_dsv4.kernels.attention.combine import HEAD_DIM, LN2, LOG2_E, combine
+from sglang_dsv4.kernels.attention.combine import LN2, LOG2_E, combine_splits
 from sglang_dsv4.kernels.attention.dequant import ROPE_OFFSET, query_pairs, scale_pairs, unpack8
 from sglang_dsv4.kernels.attention.instructions import address, choose
 from sglang_dsv4.kernels.attention.lists import TILE, ListShape, TokenLists
 from sglang_dsv4.kernels.attention.operands import (
+    HEAD_DIM,
     Numbers,
     Operands,
     fake_numbers,
     fake_operands,
+)
+from sglang_dsv4.kernels.attention.rotation import (
+    load_angles,
+    load_position,
+    table_row,
+    turn_back,
 )
 from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
 
@@ -105,16 +112,7 @@ class SoloAttention:
             min_blocks_per_mp=BLOCKS_PER_SM,
             preferred_smem_carveout=100,
         )
-        if numbers.splits > 1:
-            combine(
-                operands.part_out,
-                operands.part_lse,
-                operands.sinks,
-                operands.out,
-                operands.lse,
-                numbers.splits,
-                numbers.out_scale,
-            ).launch(grid=[tokens * heads, 1, 1], block=[HEAD_DIM // 4, 1, 1], stream=stream)
+        combine_splits(operands, numbers, self.shape.lists.rotated, stream)
 
     @cute.kernel
     def kernel(self, operands: Operands, numbers: Numbers, head_tiles: Int32) -> None:
@@ -205,14 +203,17 @@ class SoloAttention:
         self.publish(shifts, totals)
         cute.arch.sync_threads()
         gains = cute.make_rmem_tensor(2, Float32)
+        angles = cute.make_rmem_tensor(8, Float32)
+        position = self.load_position(operands, token)
         self.write_gain(shifts, gains, first_head, token, split, operands, numbers)
+        self.load_angles(angles, operands, numbers, position)
         self.stage_output(values, gains)
         cute.arch.sync_threads()
         if numbers.splits == 1:
-            self.write_output(operands.out, first_head, num_heads, token, True)
+            self.write_output(operands.out, first_head, num_heads, token, True, angles)
         else:
             row = split * Int32(operands.out.shape[0]) + token
-            self.write_output(operands.part_out, first_head, num_heads, row, False)
+            self.write_output(operands.part_out, first_head, num_heads, row, False, angles)
 
     def locate(self, tid: Int32) -> None:
         """What follows from the thread's index; computed anew for each tile, not kept."""
@@ -543,6 +544,24 @@ class SoloAttention:
             return 384 + 16 * lane + 8 * u
         return 128 * (atom // 2) + 32 * lane + 16 * (atom % 2) + 8 * u
 
+    def written_dim(self) -> Int32:
+        """The first of the eight dims of each head that this thread writes."""
+        return (self.tid & 63) * 8
+
+    def load_position(self, operands: Operands, token: Int32) -> Int64:
+        """Start the load of the position by which the output is turned back; 0 where it is not."""
+        return load_position(operands, token) if self.shape.lists.rotated else Int64(0)
+
+    @cute.jit
+    def load_angles(
+        self, angles: Any, operands: Operands, numbers: Numbers, position: Int64
+    ) -> None:
+        """Start the loads of what turns this thread's dims back, where this block writes them."""
+        if cutlass.const_expr(self.shape.lists.rotated):  # noqa: SIM102 (static first)
+            if numbers.splits == 1:
+                row = table_row(operands, position)
+                load_angles(row, self.written_dim(), 4, angles)
+
     @cute.jit
     def write_output(
         self,
@@ -551,15 +570,19 @@ class SoloAttention:
         num_heads: Int32,
         row: Int32,
         final: cutlass.Constexpr,
+        angles: Any,
     ) -> None:
         """The staged tiles' sum to global memory: bf16 of the output, or float32 of one split."""
         for i in cutlass.range_constexpr(HEADS // 2):
-            local, dim = 2 * i + (self.warp >> 1), (self.tid & 63) * 8
+            local, dim = 2 * i + (self.warp >> 1), self.written_dim()
             head = first_head + local
             if head < num_heads:
                 low, high = self.total(local, dim), self.total(local, dim + 4)
                 at = (Int64(row) * num_heads + head) * HEAD_DIM + Int64(dim)
                 if cutlass.const_expr(final):
+                    if cutlass.const_expr(self.shape.lists.rotated):
+                        both = turn_back([*low, *high], dim, angles)
+                        low, high = both[:4], both[4:]
                     packed = [ptx.pack_bf16x2(v[j], v[j + 1]) for v in (low, high) for j in (0, 2)]
                     ptx.global_store_u32x4(address(target) + at * 2, *packed)
                 else:

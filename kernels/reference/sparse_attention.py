@@ -25,6 +25,7 @@ from sglang_dsv4.cache.kv_layout import RecordLayout
 
 from .kv_store import read_records
 from .matmul import bf16_operands
+from .norm_rope import inverse_rope
 from .paged import valid_slots
 
 DENSE_SHARE = 2
@@ -136,6 +137,7 @@ def sparse_attention(
     softmax_scale: float,
     out_scale: float = 1.0,
     comp_lengths: Tensor | None = None,
+    rotation: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:
     """Attention of each query to the records that its lists name.
 
@@ -143,7 +145,9 @@ def sparse_attention(
     slot outside its pool (-1) is unused and a repeated slot counts each time; pools uint8
     [num_pages, page_bytes]; the three comp arguments are None together; sinks float [H];
     comp_lengths integer [T], or None for all: only places of comp_slots[t] below comp_lengths[t]
-    are looked at, none where it is 0 or less.
+    are looked at, none where it is 0 or less; rotation: (positions integer [T], table float32
+    [max_position, rope_dim]), by which `inverse_rope` turns the output back before it is rounded to
+    q's dtype.
     Returns (out [T, H, head_dim] in q's dtype, multiplied by out_scale; lse float32 [T, H], natural
     log-sum-exp of the scaled scores over the records only, without the sink). A token whose lists
     are empty gets out 0 and lse -inf, whatever the sink.
@@ -171,5 +175,9 @@ def sparse_attention(
             result = _gather_in_steps(q[start:stop], part, softmax_scale)
         summed, total, lse[start:stop] = result
         gain = torch.sigmoid(lse[start:stop] - sinks.float()) * (out_scale / total)
-        out[start:stop] = (summed * gain.masked_fill(total == 0, 0.0).unsqueeze(-1)).to(q.dtype)
+        summed = summed * gain.masked_fill(total == 0, 0.0).unsqueeze(-1)
+        if rotation is not None:
+            positions, table = rotation
+            summed = inverse_rope(summed, positions[start:stop], table)
+        out[start:stop] = summed.to(q.dtype)
     return out, lse

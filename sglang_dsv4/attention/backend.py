@@ -206,8 +206,13 @@ class Dsv4AttentionBackend(AttentionBackend):
         sinks: torch.Tensor,
         softmax_scale: float,
         out_scale: float,
+        rope_table: torch.Tensor,
     ) -> torch.Tensor:
-        """Attention of q [T, H, 512] to the window and the compressed entries: [T, H, 512]."""
+        """Attention of q [T, H, 512] to the window and the compressed entries: [T, H, 512].
+
+        K is V, so V carries the rotation of its position; turning the sum back by the query's
+        position leaves the contribution of each entry a function of the distance.
+        """
         window_pool, window_layout = self.token_to_kv_pool.window_records(layer_id)
         slots, lengths, pool, layout = None, None, None, None
         if entries is not None:
@@ -225,6 +230,7 @@ class Dsv4AttentionBackend(AttentionBackend):
             softmax_scale,
             out_scale,
             lengths,
+            (self.forward_metadata.positions, rope_table),
         )
         return out
 

@@ -116,10 +116,8 @@ class Attention(nn.Module):
             self.sinks,
             self.softmax_scale / self.record_scale,
             1.0 / self.record_scale,
+            rope_table,
         )
-        # K is V, so V carries the rotation of its position; turning the sum back by the query's
-        # position leaves the contribution of each entry a function of the distance.
-        out = backend.ops.inverse_rope(out, backend.forward_metadata.positions, rope_table)
         return self.o_b_proj(self.o_a_proj(out.flatten(1).unflatten(1, (self.groups, -1))))[0]
 
     def _compress(

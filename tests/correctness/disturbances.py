@@ -165,7 +165,8 @@ def yarn_factor_in_the_softmax_scale(runner: Runner, patch: Patch) -> None:
 
 @disturbance
 def no_inverse_rope(runner: Runner, patch: Patch) -> None:
-    set_ops(runner, patch, inverse_rope=lambda out, positions, table: out)
+    attention = runner.model_runner.attn_backend.ops.sparse_attention
+    set_ops(runner, patch, sparse_attention=lambda *args: attention(*args[:-1], rotation=None))
 
 
 @disturbance

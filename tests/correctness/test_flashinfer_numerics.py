@@ -18,6 +18,7 @@ from torch import Tensor
 
 from sglang_dsv4.kernels import dispatch
 from sglang_dsv4.kernels.reference.kv_store import read_records
+from sglang_dsv4.kernels.reference.norm_rope import inverse_rope
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_nvfp4, quantize_nvfp4
 from sglang_dsv4.kernels.reference.paged import valid_slots
 
@@ -69,6 +70,7 @@ def emulated(output: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable:
         scale,
         out_scale=1.0,
         lengths=None,
+        rotation=None,
     ):
         out = torch.empty_like(q)
         lse = torch.empty(q.shape[:2])
@@ -92,7 +94,7 @@ def emulated(output: Callable[[Tensor, Tensor, Tensor], Tensor]) -> Callable:
             gain = torch.sigmoid(lse[rows] - sinks.float()) * (out_scale / total)
             summed = output(weights, scores, keys)
             out[rows] = (summed * gain.masked_fill(total == 0, 0.0).unsqueeze(-1)).to(q.dtype)
-        return out, lse
+        return (out if rotation is None else inverse_rope(out, *rotation)), lse
 
     return sparse_attention
 

@@ -10,6 +10,7 @@ from sglang_dsv4.kernels.attention import combine
 from sglang_dsv4.kernels.attention.lists import ListShape
 from sglang_dsv4.kernels.attention.operands import Numbers, Operands
 from sglang_dsv4.kernels.reference.kv_store import write_records
+from sglang_dsv4.kernels.reference.rope import build_rope_table
 from sglang_dsv4.kernels.reference.sparse_attention import sparse_attention
 
 
@@ -21,10 +22,10 @@ def make_pool(layout, pages, generator):
     return pool
 
 
-def list_shape(layouts, lengths):
+def list_shape(layouts, lengths, rotation):
     """Static shape of a call's lists, with int64 slots."""
     window, comp = (layout.page_size for layout in layouts)
-    return ListShape(window, comp, 8, lengths is not None)
+    return ListShape(window, comp, 8, lengths is not None, rotation is not None)
 
 
 def emulate(
@@ -38,6 +39,7 @@ def emulate(
     sinks,
     scale,
     out_scale,
+    rotation,
     head_tile,
     splits,
     shared_size,
@@ -56,12 +58,16 @@ def emulate(
     placed = [put(slots.numpy()) for slots in lists]
     if lengths is None:
         lengths = torch.zeros(1, dtype=torch.int32)
+    # Of a call without rotation, as for lengths: NaN shows that it is read.
+    positions, table = rotation or (torch.zeros(1).long(), torch.full((1, 64), torch.nan))
     operands = Operands(
         put(q.view(torch.int16).numpy()),
         *placed,
         put(lengths.numpy()),
         *(put(pool.numpy()) for pool in pools),
         sinks=put(sinks.numpy()),
+        positions=put(positions.numpy()),
+        table=put(table.numpy()),
         out=put(np.full((tokens, heads, 512), 0x7FC0, np.uint16)),
         lse=put(np.full((tokens, heads), np.nan, np.float32)),
         part_out=put(np.full((splits * tokens * heads, 512), np.nan, np.float32)),
@@ -84,15 +90,7 @@ def emulate(
     device.launch(attention, grid, module.THREADS, shared_size)
     if splits > 1:
         device.launch(
-            lambda: merge_splits(
-                operands.part_out,
-                operands.part_lse,
-                operands.sinks,
-                operands.out,
-                operands.lse,
-                numbers.splits,
-                numbers.out_scale,
-            ),
+            lambda: merge_splits(operands, numbers.splits, numbers.out_scale, rotation is not None),
             (tokens * heads, 1, 1),
             128,
             16,
@@ -101,11 +99,20 @@ def emulate(
     return bits.view(torch.bfloat16), torch.from_numpy(operands.lse.read())
 
 
-def check_source(emulated, heads, window, comp, comp_page, lengths, sharp=1, atol=2**-7):
+def make_rotation(tokens, generator):
+    """Positions far apart, and a table whose angles are those of no other position."""
+    table = build_rope_table(4096, 1e4)
+    return torch.randint(1, len(table), (tokens,), generator=generator), table
+
+
+def check_source(
+    emulated, heads, window, comp, comp_page, lengths, sharp=1, atol=2**-7, rotated=False
+):
     """Two tokens by a kernel's source and by the reference.
 
-    emulated(q, lists, lengths, pools, layouts, sinks, scale, out_scale) gives (out, lse); window
-    and comp: slots of a list, comp_page: entries a page of the second pool; sharp multiplies q.
+    emulated(q, lists, lengths, pools, layouts, sinks, scale, out_scale, rotation) gives (out, lse);
+    window and comp: slots of a list, comp_page: entries a page of the second pool; sharp multiplies
+    q; rotated: whether the output is turned back.
     """
     generator = torch.Generator().manual_seed(heads * 1000 + window)
     layouts = (RecordLayout(KVFormat.NVFP4, 64), RecordLayout(KVFormat.NVFP4, comp_page))
@@ -130,9 +137,12 @@ def check_source(emulated, heads, window, comp, comp_page, lengths, sharp=1, ato
     sinks = torch.randn(heads, generator=generator)
     scale = 512**-0.5
     args = (lists[0], pools[0], layouts[0], lists[1], pools[1], layouts[1], sinks, scale, 0.5)
-    want, want_lse = sparse_attention(q, *args, lengths)
-    got, lse = emulated(q, lists, lengths, pools, layouts, sinks, scale, 0.5)
+    rotation = make_rotation(tokens, generator) if rotated else None
+    want, want_lse = sparse_attention(q, *args, lengths, rotation)
+    got, lse = emulated(q, lists, lengths, pools, layouts, sinks, scale, 0.5, rotation)
     # Weights are rounded to bf16 (2^-9 relative) before they meet values up to 20, in both, at
-    # different origins; the output is rounded to bf16 (2^-9).
+    # different origins; the output is rounded to bf16 (2^-9) after it is turned back, when a value
+    # has the differences of two, times |cos| + |sin| <= sqrt(2).
+    atol *= math.sqrt(2) if rotated else 1
     torch.testing.assert_close(got.float(), want.float(), rtol=2**-7, atol=atol)
     torch.testing.assert_close(lse, want_lse, rtol=1e-5, atol=1e-5)

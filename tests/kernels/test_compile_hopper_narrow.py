@@ -29,9 +29,10 @@ def disassemble(shape, folder):
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("head_tile", HEAD_TILES)
-def test_instructions(head_tile, tmp_path):
-    sass = disassemble(NarrowShape(head_tile, ListShape(64, 2, 8, True)), tmp_path)
+def test_instructions(head_tile, rotated, tmp_path):
+    sass = disassemble(NarrowShape(head_tile, ListShape(64, 2, 8, True, rotated)), tmp_path)
     # 512 dims by 16 a product for the scores; 8 blocks of 64 dims x 64 keys by 16 for the values.
     products = re.findall(rf"HGMMA\.64x{head_tile}x16\.F32\.BF16 R\d+, (R\d+|gdesc)", sass)
     assert len(products) == 64

@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dsv4.kernels.attention.hopper.gather import AHEAD
 from sglang_dsv4.kernels.attention.hopper.wide import REGISTERS, WideAttention, compile_wide
 from sglang_dsv4.kernels.attention.lists import ListShape
 from sglang_dsv4.kernels.hardware import SHARED_BYTES
@@ -53,9 +52,11 @@ def touched_under_way(sass):
     return found
 
 
-@pytest.mark.parametrize("slot_bytes, has_lengths", [(8, False), (4, True)])
-def test_instructions(slot_bytes, has_lengths, tmp_path):
-    lists = ListShape(64, 2, slot_bytes, has_lengths)
+@pytest.mark.parametrize(
+    "slot_bytes, has_lengths, rotated", [(8, False, False), (4, True, True), (8, True, True)]
+)
+def test_instructions(slot_bytes, has_lengths, rotated, tmp_path):
+    lists = ListShape(64, 2, slot_bytes, has_lengths, rotated)
     sass = disassemble(cubin_of(compile_wide, "sm_90a", lists), tmp_path)
     # The first tile's scores and the next one's in the loop, 512 dims in steps of 16 each.
     assert len(re.findall(r"HGMMA\.64x64x16\.F32\.BF16", sass)) == 2 * 32
@@ -67,9 +68,8 @@ def test_instructions(slot_bytes, has_lengths, tmp_path):
     assert not re.findall(r"\b(LDL|STL)\b", sass)
     # Records: 7 NoPE and 4 RoPE loads, ahead of the loop and in it; Q: 16 by each consumer group.
     assert len(re.findall(r"LDG\.E\.128\.CONSTANT", sass)) == 2 * 11 + 2 * 16
-    # L2: three sectors of a record by each group; slots and eight of Q, for the first item and the
-    # next one.
-    assert len(re.findall(r"CCTL\.E\.PF2", sass)) == 2 * 3 * (AHEAD + 1) + 2 * 2 * 9
+    # L2: slots and eight sectors of Q by each group, for the first item and the next one.
+    assert len(re.findall(r"CCTL\.E\.PF2", sass)) == 2 * 2 * 9
     assert len(re.findall(r"STS\.128", sass)) == 32 + 2 * 16
     assert len(re.findall(r"HMUL2\.BF16|HFMA2\.MMA\.BF16", sass)) >= 4 * 28
     limits = {int(n, 16) for n in re.findall(r"USETMAXREG\S* (?:UP0, )?(0x\w+)", sass)}

@@ -27,21 +27,24 @@ NVDISASM = Path(triton.__file__).parent / "backends" / "nvidia" / "bin" / "nvdis
 SPILLS_ALLOWED = {8: 19, 16: 33, 32: 17}
 
 
-def disassemble(arch, head_tile, folder):
+def disassemble(arch, head_tile, rotated, folder):
     path = folder / "kernel.cubin"
     path.write_bytes(
-        cubin_of(compile_sparse_attention, arch, Shape(head_tile, ListShape(64, 2, 8, True)))
+        cubin_of(
+            compile_sparse_attention, arch, Shape(head_tile, ListShape(64, 2, 8, True, rotated))
+        )
     )
     command = [str(NVDISASM), "-c", str(path)]
     return subprocess.run(command, capture_output=True, text=True, check=True).stdout
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize("head_tile", [8, 16, 32])
 @pytest.mark.parametrize("arch", ["sm_90a", "sm_100a", "sm_120a"])
-def test_instructions(arch, head_tile, tmp_path):
+def test_instructions(arch, head_tile, rotated, tmp_path):
     if shared_bytes(head_tile) + 1024 > SHARED_BYTES[arch]:
         pytest.skip(f"{arch} has too little shared memory for {head_tile} heads")
-    sass = disassemble(arch, head_tile, tmp_path)
+    sass = disassemble(arch, head_tile, rotated, tmp_path)
     # One product of each kind for every dim of the tile: QK has 8 steps for 4 keys groups and
     # rows of 16 heads (RoPE's four are a second branch), PV 4 x 4 for blocks of 8 heads.
     rows, blocks = max(1, head_tile // 16), head_tile // 8

@@ -20,6 +20,8 @@ from sglang_dsv4.kernels.attention import sparse_attention as portable
 from sglang_dsv4.kernels.attention.flashinfer_nvfp4 import accepts, route
 from sglang_dsv4.kernels.attention.flashinfer_readers import WORKSPACE_BYTES, CallShape
 from sglang_dsv4.kernels.reference.kv_store import read_records, write_records
+from sglang_dsv4.kernels.reference.norm_rope import inverse_rope
+from sglang_dsv4.kernels.reference.rope import build_rope_table
 from sglang_dsv4.kernels.reference.sparse_attention import sparse_attention as reference
 
 WINDOW = RecordLayout(KVFormat.NVFP4, 64)
@@ -29,6 +31,7 @@ ARCHS = ("sm_100a", "sm_103a", "sm_120a", "sm_121a")
 # Half a unit in the last of bf16's 8 bits: FlashInfer's output. With the log-sum-exp its product
 # with the keys' share is rounded again; a product with a power of two is exact.
 ONE_ROUNDING = 2.0**-8
+ROTATION = (torch.zeros(2, dtype=torch.int64), torch.zeros(1, 64))
 
 
 def pool(layout, pages, seed):
@@ -177,6 +180,27 @@ CASES = [
 ]
 
 
+@pytest.mark.parametrize("with_lse", [False, True])
+@pytest.mark.parametrize(("arch", "backend"), [("sm_100a", "cake"), ("sm_120a", "cake")])
+def test_the_output_is_turned_back_afterwards(blackwell, monkeypatch, arch, backend, with_lse):
+    """By the standalone operation, whose reference stands in for it here; last, and once."""
+    blackwell(arch, backend)
+    monkeypatch.setattr(op, "inverse_rope", inverse_rope)
+    arguments, lengths = case(3, 8, (130, C128))
+    rotation = torch.tensor([4000, 0, 77]), build_rope_table(4096, 1e4)
+    plain, plain_lse = op.sparse_attention(*arguments, 0.25, lengths, with_lse=with_lse)
+    out, lse = op.sparse_attention(*arguments, 0.25, lengths, rotation, with_lse)
+    assert torch.equal(out, inverse_rope(plain, *rotation))
+    assert lse is plain_lse is None or torch.equal(lse, plain_lse)
+    wanted, _ = reference(arguments[0].float(), *arguments[1:], 0.25, lengths, rotation)
+    # The output is rounded before it is turned (twice with the log-sum-exp) and once after: each
+    # half a unit of the pair's length at most, times |cos| + |sin| <= sqrt(2) for those before.
+    length = wanted[..., 448:].unflatten(-1, (-1, 2)).norm(dim=-1, keepdim=True)
+    bound = length.expand(-1, -1, -1, 2).flatten(-2) * ONE_ROUNDING * (1 + (1 + with_lse) * 2**0.5)
+    assert ((out.float() - wanted)[..., 448:].abs() <= bound + 1e-6).all()
+    assert not out[1].any()
+
+
 @pytest.mark.parametrize(("arch", "backend", "heads", "comp"), CASES)
 def test_the_operation_means_what_the_reference_means(blackwell, arch, backend, heads, comp):
     launches = blackwell(arch, backend)
@@ -304,12 +328,12 @@ def test_our_kernel_serves_what_flashinfer_refuses(monkeypatch, caplog, comp):
     arguments, lengths = case(2, 48, comp)
     with caplog.at_level(logging.INFO):
         for _ in range(3):
-            assert op.sparse_attention(*arguments, 0.5, lengths) == "result"
+            assert op.sparse_attention(*arguments, 0.5, lengths, ROTATION) == "result"
     assert len(caplog.records) == 1
     assert "num_heads must be one of" in caplog.text
     args, named = calls[0]
     assert all(found is given for found, given in zip(args, [*arguments, 0.5], strict=True))
-    assert named["comp_lengths"] is lengths
+    assert named["comp_lengths"] is lengths and named["rotation"] is ROTATION
 
 
 @pytest.mark.parametrize("what", ["bfloat16 records", "float32 query", "no token", "no window"])

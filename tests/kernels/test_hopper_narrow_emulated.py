@@ -113,18 +113,21 @@ class HopperDevice(Device):
         return {**super()._replacements(), **dict.fromkeys(names, instructions)}
 
 
-def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, head_tile, splits):
+def emulate(
+    q, lists, lengths, pools, layouts, sinks, scale, out_scale, rotation, head_tile, splits
+):
     """(out, lse) of the kernel's source."""
-    shape = narrow.NarrowShape(head_tile, list_shape(layouts, lengths))
+    shape = narrow.NarrowShape(head_tile, list_shape(layouts, lengths, rotation))
     return attention_emulation.emulate(
         HopperDevice(1 << 24),
         narrow,
         lambda names: names["NarrowAttention"](shape),
-        *(q, lists, lengths, pools, sinks, scale, out_scale, head_tile, splits),
+        *(q, lists, lengths, pools, sinks, scale, out_scale, rotation, head_tile, splits),
         narrow.shared_bytes(head_tile),
     )
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize(
     ("heads", "head_tile", "splits", "window", "comp", "comp_page", "lengths", "sharp"),
     [
@@ -139,7 +142,7 @@ def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, head_til
         (3, 16, 1, 0, 70, 64, (0, 69), 1),
     ],
 )
-def test_kernel_source(heads, head_tile, splits, window, comp, comp_page, lengths, sharp):
+def test_kernel_source(heads, head_tile, splits, window, comp, comp_page, lengths, sharp, rotated):
     check_source(
         lambda *args: emulate(*args, head_tile, splits),
         heads,
@@ -148,4 +151,5 @@ def test_kernel_source(heads, head_tile, splits, window, comp, comp_page, length
         comp_page,
         lengths,
         sharp,
+        rotated=rotated,
     )

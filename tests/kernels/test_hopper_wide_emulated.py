@@ -8,19 +8,20 @@ from hopper_emulator import HopperDevice
 from sglang_dsv4.kernels.attention.hopper import wide
 
 
-def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, splits, blocks):
+def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, rotation, splits, blocks):
     """(out, lse) of the kernel's source, by so many blocks in all."""
-    shape = list_shape(layouts, lengths)
+    shape = list_shape(layouts, lengths, rotation)
     return attention_emulation.emulate(
         HopperDevice(1 << 24, seed=blocks),
         wide,
         lambda names: names["WideAttention"](shape),
-        *(q, lists, lengths, pools, sinks, scale, out_scale, wide.HEADS, splits),
+        *(q, lists, lengths, pools, sinks, scale, out_scale, rotation, wide.HEADS, splits),
         wide.WideAttention(shape).shared_bytes,
         blocks,
     )
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize(
     ("heads", "splits", "blocks", "window", "comp", "comp_page", "lengths", "sharp"),
     [
@@ -30,7 +31,14 @@ def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, splits, 
         (128, 5, 4, 40, 200, 64, (64, -7), 1),
     ],
 )
-def test_kernel_source(heads, splits, blocks, window, comp, comp_page, lengths, sharp):
+def test_kernel_source(heads, splits, blocks, window, comp, comp_page, lengths, sharp, rotated):
     check_source(
-        lambda *args: emulate(*args, splits, blocks), heads, window, comp, comp_page, lengths, sharp
+        lambda *args: emulate(*args, splits, blocks),
+        heads,
+        window,
+        comp,
+        comp_page,
+        lengths,
+        sharp,
+        rotated=rotated,
     )

@@ -59,18 +59,19 @@ class SoloDevice(Device):
         return {**super()._replacements(), **dict.fromkeys(("ptx", "solo"), instructions)}
 
 
-def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, splits):
+def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, rotation, splits):
     """(out, lse) of the kernel's source."""
-    shape = solo.SoloShape(list_shape(layouts, lengths))
+    shape = solo.SoloShape(list_shape(layouts, lengths, rotation))
     return attention_emulation.emulate(
         SoloDevice(1 << 24),
         solo,
         lambda names: names["SoloAttention"](shape),
-        *(q, lists, lengths, pools, sinks, scale, out_scale, solo.HEADS, splits),
+        *(q, lists, lengths, pools, sinks, scale, out_scale, rotation, solo.HEADS, splits),
         solo.shared_bytes(),
     )
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize(
     ("heads", "splits", "window", "comp", "comp_page", "lengths", "sharp"),
     [
@@ -87,7 +88,14 @@ def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, splits):
         (3, 1, 0, 70, 64, (0, 69), 1),
     ],
 )
-def test_kernel_source(heads, splits, window, comp, comp_page, lengths, sharp):
+def test_kernel_source(heads, splits, window, comp, comp_page, lengths, sharp, rotated):
     check_source(
-        lambda *args: emulate(*args, splits), heads, window, comp, comp_page, lengths, sharp
+        lambda *args: emulate(*args, splits),
+        heads,
+        window,
+        comp,
+        comp_page,
+        lengths,
+        sharp,
+        rotated=rotated,
     )

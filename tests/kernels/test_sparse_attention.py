@@ -12,6 +12,8 @@ from transformers.models.deepseek_v4.modeling_deepseek_v4 import eager_attention
 from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
 from sglang_dsv4.kernels.reference import sparse_attention as module
 from sglang_dsv4.kernels.reference.kv_store import read_records, write_records
+from sglang_dsv4.kernels.reference.norm_rope import inverse_rope
+from sglang_dsv4.kernels.reference.rope import build_rope_table
 from sglang_dsv4.kernels.reference.sparse_attention import sparse_attention
 
 SCALE = 512**-0.5
@@ -43,6 +45,7 @@ class Case:
     comp_layout: RecordLayout | None
     sinks: torch.Tensor
     comp_lengths: torch.Tensor | None = None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self, out_scale=1.0):
         return sparse_attention(
@@ -57,6 +60,7 @@ class Case:
             SCALE,
             out_scale,
             self.comp_lengths,
+            self.rotation,
         )
 
     def exact(self):
@@ -79,6 +83,13 @@ class Case:
                 # An infinite sink takes the whole weight; inf - inf has no value.
                 weights = torch.where((self.sinks == math.inf)[:, None], 0.0, weights)
                 out[t] = weights @ records
+            if self.rotation is not None:
+                positions, table = self.rotation
+                cos, sin = table[int(positions[t])].double().chunk(2)
+                # A turn by minus the angle is the product with the conjugate.
+                pairs = torch.view_as_complex(out[t, :, -64:].unflatten(-1, (32, 2)).contiguous())
+                turned = torch.view_as_real(pairs * torch.complex(cos, -sin)).flatten(-2)
+                out[t, :, -64:] = turned
         return out, lse
 
     def lists(self, t):
@@ -160,6 +171,30 @@ def decode(num_tokens, window=128, comp=64, heads=8):
         layout,
         torch.randn(heads),
     )
+
+
+def turned(case, dtype=torch.int64):
+    """The case with an output turned back by positions in no order."""
+    positions = torch.randint(0, 4096, (len(case.q),)).to(dtype)
+    return replace(case, rotation=(positions, build_rope_table(4096, 1e4)))
+
+
+@pytest.mark.parametrize("dtype", [torch.int32, torch.int64])
+@pytest.mark.parametrize("heads", [1, 8])
+def test_output_turned_back(way, heads, dtype):
+    case = turned(prefill(150, heads), dtype)
+    case.window[2], case.comp[2] = -1, -1
+    check(case, FLOAT32)
+    assert not case.run()[0][2].any()
+    plain = replace(case, rotation=None).run()[0]
+    # The one thing that differs from the standalone operation in float32 is nothing.
+    assert torch.equal(case.run()[0], inverse_rope(plain, *case.rotation))
+    assert torch.equal(case.run()[0][..., :-64], plain[..., :-64])
+    # In bf16 it is rounded once, after the turn; the tolerance of what is turned grows by
+    # |cos| + |sin| <= sqrt(2).
+    check(replace(case, q=case.q.bfloat16()), {**BFLOAT16, "atol": BFLOAT16["atol"] * math.sqrt(2)})
+    halved, _ = case.run(out_scale=0.5)
+    assert torch.equal(halved, case.run()[0] * 0.5)
 
 
 @pytest.mark.parametrize("num_tokens", [1, 3, 16])

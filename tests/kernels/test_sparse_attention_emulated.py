@@ -8,18 +8,21 @@ from warp_emulator import Device
 from sglang_dsv4.kernels.attention import portable
 
 
-def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, head_tile, splits):
+def emulate(
+    q, lists, lengths, pools, layouts, sinks, scale, out_scale, rotation, head_tile, splits
+):
     """(out, lse) of the kernel's source."""
-    shape = portable.Shape(head_tile, list_shape(layouts, lengths))
+    shape = portable.Shape(head_tile, list_shape(layouts, lengths, rotation))
     return attention_emulation.emulate(
         Device(1 << 24),
         portable,
         lambda names: names["SparseAttention"](shape, "sm_90a"),
-        *(q, lists, lengths, pools, sinks, scale, out_scale, head_tile, splits),
+        *(q, lists, lengths, pools, sinks, scale, out_scale, rotation, head_tile, splits),
         portable.shared_bytes(head_tile),
     )
 
 
+@pytest.mark.parametrize("rotated", [False, True])
 @pytest.mark.parametrize(
     ("heads", "head_tile", "splits", "window", "comp", "comp_page", "lengths"),
     [
@@ -33,7 +36,7 @@ def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, head_til
         (3, 8, 1, 0, 70, 64, (0, 69)),
     ],
 )
-def test_kernel_source(heads, head_tile, splits, window, comp, comp_page, lengths):
+def test_kernel_source(heads, head_tile, splits, window, comp, comp_page, lengths, rotated):
     check_source(
         lambda *args: emulate(*args, head_tile, splits),
         heads,
@@ -42,4 +45,5 @@ def test_kernel_source(heads, head_tile, splits, window, comp, comp_page, length
         comp_page,
         lengths,
         atol=2**-8,
+        rotated=rotated,
     )

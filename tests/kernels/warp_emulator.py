@@ -224,6 +224,9 @@ class Instructions:
     def global_load_f32(self, address):
         return self.device.memory.load(address, 1, np.float32)[0]
 
+    def global_load_f32x2(self, address):
+        return self.device.memory.load(address, 2, np.float32)
+
     def global_load_f32x4(self, address):
         return self.device.memory.load(address, 4, np.float32)
 

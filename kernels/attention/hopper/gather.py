@@ -17,10 +17,8 @@ once. Values are decoded while their place is still being read, except where reg
 them. Words of the next tile are loaded into registers as soon as those of this one are stored.
 
 ptxas gives all loads of a warp one scoreboard, so the wait for half 0's words is one for everything
-asked before, half 1's words included. Records are therefore brought into L2 AHEAD tiles earlier,
-four threads a record, their slots are loaded one tile before that, and the slots of an item are
-brought into L2 one item earlier (`announce`). On an H200 a tile took no less time with it
-(BENCHMARKS.md).
+asked before, half 1's words included. The slots of an item are brought into L2 one item earlier
+(`announce`); its records are not.
 
 Roofline, per tile: 24 KB read, 64 KB written to shared memory (512 cycles), 3584 words to decode
 of 19 instructions each.
@@ -49,8 +47,6 @@ ROPE_UNIT = ROPE_OFFSET // 16
 GROUPS = 2
 # Bytes that a prefetch brings into L2 at least.
 SECTOR = 32
-# Tiles between the one whose words are loaded and the one that is brought into L2.
-AHEAD = 2
 WARPS = 4 * GROUPS
 # Bytes of the 16 keys of a warp in an atom.
 WARP_BYTES = 16 * 128
@@ -132,23 +128,13 @@ class Gather:
         # For each half: 8 NoPE words, 2 of scales, 16 of RoPE, the ballot of its keys.
         data = [cute.make_rmem_tensor(27, Uint32) for _ in range(HALVES)]
         count = last - first
-        # Slots of the tiles that are brought into L2: the first ones, then the one in turn.
-        far = cute.make_rmem_tensor(AHEAD + 1, kind)
         if count > 0:
             self._load_slot(lists, first, key, upcoming)
-            for k in cutlass.range_constexpr(AHEAD):
-                self._load_slot(lists, cutlass.min(first + k + 1, last - 1), key, far, k)
             self._locate(lists, warp, lane, first, upcoming, where)
             for half in cutlass.range_constexpr(HALVES):
                 self._fetch(half, group, lists, lane, first, where, data[half])
-            for k in cutlass.range_constexpr(AHEAD):
-                self._prefetch(
-                    group, lists, lane, cutlass.min(first + k + 1, last - 1), key, far[k]
-                )
         if count > 1:
             self._load_slot(lists, first + 1, key, upcoming)
-        if count > AHEAD + 1:
-            self._load_slot(lists, first + AHEAD + 1, key, far, AHEAD)
         for n in cutlass.range(count):
             buffer, parity = self.place(done + n)
             start = keys + buffer * BUFFER_BYTES
@@ -157,7 +143,7 @@ class Gather:
             tile = ptx.opaque(first + n)
             for half in cutlass.range_constexpr(HALVES):
                 place, bits = start + warp * WARP_BYTES, data[half][26]
-                ask = (lists, warp, lane, key, tile, count - n, upcoming, far, where, data[half])
+                ask = (lists, warp, lane, key, tile, count - n, upcoming, where, data[half])
                 early = self._decode(half, group, lane, data[half], False)
                 ptx.barrier_wait(self.empty(barriers, buffer, half), parity ^ 1)
                 self._store(half, group, place, lane, early, False)
@@ -184,7 +170,6 @@ class Gather:
         tile: Int32,
         left: Int32,
         upcoming: Any,
-        far: Any,
         where: Any,
         data: Any,
     ) -> None:
@@ -193,14 +178,9 @@ class Gather:
             if cutlass.const_expr(half == 0):
                 self._locate(lists, warp, lane, tile + 1, upcoming, where)
             self._fetch(half, group, lists, lane, tile + 1, where, data)
-        if cutlass.const_expr(half == 0):
+        if cutlass.const_expr(half == 0):  # noqa: SIM102 (static first)
             if left > 2:
                 self._load_slot(lists, tile + 2, key, upcoming)
-            if left > AHEAD + 1:
-                ahead = tile + AHEAD + 1
-                self._prefetch(group, lists, lane, ahead, key, far[AHEAD])
-                if left > AHEAD + 2:
-                    self._load_slot(lists, ahead + 1, key, far, AHEAD)
 
     @cute.jit
     def announce(
@@ -217,24 +197,9 @@ class Gather:
         """Bring the slot of a key of a tile into L2."""
         hopper.prefetch_l2(lists.slot_address(tile, key))
 
-    def _prefetch(
-        self, group: int, lists: TokenLists, lane: Int32, tile: Any, key: Int32, slot: Any
-    ) -> None:
-        """Bring this thread's three of the twelve 32-byte sectors of a record into L2."""
-        _, record, scales = lists.locate(tile, key, slot)
-        pool = lists.pool(tile)
-        place = 2 * group + (lane & 1)
-        start = pool + Int64(record + 2 * place) * 16
-        hopper.prefetch_l2(start)
-        hopper.prefetch_l2(start + 128)
-        third = record + 2 * place + 16
-        if group == GROUPS - 1:
-            third = choose(place == 3, scales, third)
-        hopper.prefetch_l2(pool + Int64(third) * 16)
-
-    def _load_slot(self, lists: TokenLists, tile: Any, key: Int32, slots: Any, at: int = 0) -> None:
+    def _load_slot(self, lists: TokenLists, tile: Any, key: Int32, slots: Any) -> None:
         """Start the load of the slot of a key of a tile."""
-        slots[at] = lists.load_slot(tile, key)
+        slots[0] = lists.load_slot(tile, key)
 
     def _locate(
         self, lists: TokenLists, warp: Int32, lane: Int32, tile: Any, upcoming: Any, where: Any

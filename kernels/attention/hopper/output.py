@@ -3,7 +3,8 @@
 A thread of a warpgroup holds, for each block of 8 dims, two neighbours of rows `row` and `row + 8`.
 Four lanes of a quad exchange theirs by shuffles, so that each lane has 8 dims of four blocks in
 turn, and stores them at once. NoPE blocks stand in the order of the decoded records (lane s of the
-quad has dims 3 - s and 7 - s) and lack a factor of 2^8; RoPE blocks stand as they are.
+quad has dims 3 - s and 7 - s) and lack a factor of 2^8; RoPE blocks stand as they are, a lane's two
+neighbours a pair that is turned back before it is rounded.
 """
 
 from typing import Any
@@ -12,15 +13,22 @@ import cutlass
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from sglang_dsv4.kernels.attention import instructions as ptx
-from sglang_dsv4.kernels.attention.combine import HEAD_DIM
 from sglang_dsv4.kernels.attention.hopper import ptx as hopper
 from sglang_dsv4.kernels.attention.instructions import address, choose
-from sglang_dsv4.kernels.attention.operands import Numbers, Operands
+from sglang_dsv4.kernels.attention.operands import HEAD_DIM, Numbers, Operands
+from sglang_dsv4.kernels.attention.rotation import SINE, table_row, turn_pair
 
 HALF_DIMS = HEAD_DIM // 2
 # Units of 8 dims that four lanes of a quad exchange at once, in half the output, and RoPE's.
 QUARTETS = HALF_DIMS // 32
 ROPED_QUARTETS = 2
+FIRST_ROPED = QUARTETS - ROPED_QUARTETS
+# Units of RoPE dims, a pair of each a lane.
+PAIRS = 4 * ROPED_QUARTETS
+# The quartet of each head before which its angles are loaded: the sums of those before it have left
+# their registers, and the loads have until the first RoPE quartet. Kept from one head to the next,
+# they would cost spills.
+ANGLES_BEFORE = 3
 
 
 @cute.jit
@@ -33,20 +41,27 @@ def write_half(
     row: Int32,
     operands: Operands,
     numbers: Numbers,
+    rotated: cutlass.Constexpr,
+    position: Int64,
 ) -> None:
     """256 dims of two heads of each thread's quad, in their natural order.
 
     sums: 128 accumulators; gains: what the sums of each of the two heads are multiplied by; first:
     the first of the two heads, the other is 8 further on; row: token of the output, or of the
-    partial sums. Heads that do not exist are left out.
+    partial sums; rotated: whether the output (not partial sums) is turned back by the position.
+    Heads that do not exist are left out.
     """
     num_heads = operands.out.shape[1]
+    angles = cute.make_rmem_tensor(2 * PAIRS, Float32)
     for h in cutlass.range_constexpr(2):
         head = first + 8 * h
         at = (Int64(row) * num_heads + head) * HEAD_DIM + Int64(half * HALF_DIMS)
         if numbers.splits == 1:
             for i in cutlass.range_constexpr(QUARTETS):
-                words = _words(half, h, i, sums, gains[h], quad)
+                turned = rotated and _roped(half, i)
+                if cutlass.const_expr(rotated and half == 1 and i == ANGLES_BEFORE):
+                    _load_angles(table_row(operands, position), quad, angles)
+                words = _words(half, h, i, sums, gains[h], quad, angles if turned else None)
                 place = address(operands.out) + (at + (4 * i + quad) * 8) * 2
                 if head < num_heads:
                     ptx.global_store_u32x4(place, *words)
@@ -60,7 +75,14 @@ def write_half(
 
 
 def _roped(half: int, i: int) -> bool:
-    return half == 1 and i >= QUARTETS - ROPED_QUARTETS
+    return half == 1 and i >= FIRST_ROPED
+
+
+def _load_angles(row: Int64, quad: Int32, angles: Any) -> None:
+    """Start the loads of the cosines, then the sines, of this lane's pair of each RoPE unit."""
+    for u in range(PAIRS):
+        at = row + Int64(4 * u + quad) * 4
+        angles[u], angles[PAIRS + u] = ptx.global_load_f32(at), ptx.global_load_f32(at + SINE)
 
 
 def _pairs(half: int, h: int, i: int, sums: Any, gain: Float32) -> list:
@@ -84,9 +106,15 @@ def _transpose(values: list, kind: Any, quad: Int32) -> list:
     return values
 
 
-def _words(half: int, h: int, i: int, sums: Any, gain: Float32, quad: Int32) -> list:
-    """Unit 4 i + quad of head h in bf16."""
+def _words(half: int, h: int, i: int, sums: Any, gain: Float32, quad: Int32, angles: Any) -> list:
+    """Unit 4 i + quad of head h in bf16; its pairs are turned back by the angles, if there are."""
     pairs = _pairs(half, h, i, sums, gain)
+    if angles is not None:
+        first = 4 * (i - FIRST_ROPED)
+        pairs = [
+            turn_pair(*pair, angles[first + u], angles[PAIRS + first + u])
+            for u, pair in enumerate(pairs)
+        ]
     w = _transpose([ptx.pack_bf16x2(*pair) for pair in pairs], Uint32, quad)
     if _roped(half, i):
         return w

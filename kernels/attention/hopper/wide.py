@@ -32,7 +32,7 @@ import cutlass.memory
 from cutlass import Float32, Int32, Int64, Uint32, cute
 
 from sglang_dsv4.kernels.attention import instructions as ptx
-from sglang_dsv4.kernels.attention.combine import HEAD_DIM, LN2, LOG2_E, combine
+from sglang_dsv4.kernels.attention.combine import LN2, LOG2_E, combine_splits
 from sglang_dsv4.kernels.attention.dequant import query_pairs
 from sglang_dsv4.kernels.attention.hopper import gather as tiles
 from sglang_dsv4.kernels.attention.hopper import output
@@ -41,11 +41,13 @@ from sglang_dsv4.kernels.attention.hopper.gather import Gather, GatherConfig
 from sglang_dsv4.kernels.attention.instructions import address, choose
 from sglang_dsv4.kernels.attention.lists import TILE, ListShape, TokenLists
 from sglang_dsv4.kernels.attention.operands import (
+    HEAD_DIM,
     Numbers,
     Operands,
     fake_numbers,
     fake_operands,
 )
+from sglang_dsv4.kernels.attention.rotation import load_position
 from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
 
 HEADS = 64
@@ -95,6 +97,7 @@ class WideAttention:
 
     def __init__(self, lists: ListShape, blocks: int = BLOCKS) -> None:
         self.blocks = blocks
+        self.rotated = lists.rotated
         self.gather = Gather(GatherConfig(BUFFERS, lists))
         self.shared_bytes = BARRIERS_AT + self.gather.barrier_bytes + 4 * tiles.BARRIER_BYTES
 
@@ -114,16 +117,7 @@ class WideAttention:
             min_blocks_per_mp=1,
             use_pdl=True,
         )
-        if numbers.splits > 1:
-            combine(
-                operands.part_out,
-                operands.part_lse,
-                operands.sinks,
-                operands.out,
-                operands.lse,
-                numbers.splits,
-                numbers.out_scale,
-            ).launch(grid=[tokens * heads, 1, 1], block=[HEAD_DIM // 4, 1, 1], stream=stream)
+        combine_splits(operands, numbers, self.rotated, stream)
 
     @cute.kernel
     def kernel(self, operands: Operands, numbers: Numbers, head_tiles: Int32, items: Int32) -> None:
@@ -238,7 +232,18 @@ class WideAttention:
             self.finish_softmax(peak, total, gains, item, operands, numbers)
             hopper.named_barrier_arrive(2, CONSUMERS)
             head = item.first_head + self.row
-            output.write_half(0, sums, gains, self.quad, head, item.row, operands, numbers)
+            output.write_half(
+                0,
+                sums,
+                gains,
+                self.quad,
+                head,
+                item.row,
+                operands,
+                numbers,
+                False,
+                Int64(0),
+            )
             # Every warp has read its scores' Q before a faster one overwrites it.
             hopper.named_barrier(3, WARPGROUP)
             done = done + (item.last - item.first)
@@ -259,11 +264,25 @@ class WideAttention:
             self.load_query(operands, item)
             self.clear(sums)
             self.value_tiles(item.last - item.first, done, sums)
+            position = Int64(0)
+            if cutlass.const_expr(self.rotated):
+                position = load_position(operands, item.token)
             hopper.named_barrier(2, CONSUMERS)
             for h in cutlass.range_constexpr(2):
                 gains[h] = ptx.shared_load_f32(self.gains + (self.row + 8 * h) * 4)
             head = item.first_head + self.row
-            output.write_half(1, sums, gains, self.quad, head, item.row, operands, numbers)
+            output.write_half(
+                1,
+                sums,
+                gains,
+                self.quad,
+                head,
+                item.row,
+                operands,
+                numbers,
+                self.rotated,
+                position,
+            )
             done = done + (item.last - item.first)
 
     def clear(self, sums: Any) -> None:
