@@ -51,7 +51,7 @@ class WeightKernels:
     Attributes:
         device: ``cpu`` or the architecture, as ``sm_90``.
         experts_runner: value of SGLang's ``--moe-runner-backend`` that goes with ``experts``; None
-            on a CPU. With cutedsl it is marlin's, which prepares nothing and is not called.
+            on a CPU. With cutedsl it is marlin's, which is not called.
     """
 
     device: str
