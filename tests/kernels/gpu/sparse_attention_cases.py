@@ -1,15 +1,17 @@
 """Checks and cases of sparse attention on a GPU; no pytest, so that scripts share them."""
 
 import math
+from dataclasses import replace
 from functools import partial
 
 import torch
-from sparse_attention_inputs import make_inputs
+from sparse_attention_inputs import make_inputs, make_rotation
 
 from sglang_dsv4.envs import attention_kernel
 from sglang_dsv4.kernels.attention.plan import IMPLEMENTATIONS, Plan
 from sglang_dsv4.kernels.hardware import current_arch
 from sglang_dsv4.kernels.reference.kv_store import read_records
+from sglang_dsv4.kernels.reference.norm_rope import inverse_rope
 
 
 def describe(got, want, bad):
@@ -81,7 +83,8 @@ def head_tile_cases():
 def check_each_key_alone(comp_page, plan, heads):
     """One listed key a token, at every place of both lists, no sink: out is the record exactly.
 
-    The weight is exp2(0) = 1 and every decoded value is exact in bf16.
+    The weight is exp2(0) = 1 and every decoded value is exact in bf16. Turned back, it is rounded
+    once, and its float32 products may be contracted.
     """
     places = 128 + 200
     inputs = make_inputs(places, heads, 128, 200, comp_page, seed=5, empty=0.0)
@@ -104,9 +107,25 @@ def check_each_key_alone(comp_page, plan, heads):
     want = records[:, None].expand(-1, heads, -1)
     bad = out.float() != want
     assert not bad.any(), describe(out.float(), want, bad)
+    inputs.rotation = make_rotation(places, torch.Generator("cuda").manual_seed(6))
+    out, _ = inputs.run(plan)
+    turned = inverse_rope(want, *inputs.rotation)
+    bound = turned.abs() * 2**-8 + want.abs().amax(dim=-1, keepdim=True) * 2**-22
+    bound[..., :448] = 0
+    bad = (out.float() - turned).abs() > bound
+    assert not bad.any(), describe(out.float(), turned, bad)
 
 
 def hostile_inputs():
+    """As `plain_hostile_inputs`, each also turned: int32 positions, rows of a wider table."""
+    for name, inputs in plain_hostile_inputs():
+        yield name, inputs
+        positions, table = make_rotation(len(inputs.q), torch.Generator("cuda").manual_seed(7))
+        wider = torch.nn.functional.pad(table, (0, 12), value=torch.nan)[:, :64]
+        yield f"{name}, turned", replace(inputs, rotation=(positions.int(), wider))
+
+
+def plain_hostile_inputs():
     """NaN records, garbage slots, empty lists, duplicates and infinite sinks, with their names."""
     base = make_inputs(6, 7, 100, 300, 2, seed=11)
     base.window_slots[0] = -1
@@ -170,9 +189,9 @@ def describe_plan(plan):
     return f"{plan.kernel} {plan.head_tile}x{plan.splits}"
 
 
-def ragged_inputs(heads, splits):
+def ragged_inputs(heads, splits, rotated):
     """Compressed lists of different lengths."""
-    inputs = make_inputs(9, heads, 70, 640, 64, seed=splits)
+    inputs = make_inputs(9, heads, 70, 640, 64, seed=splits, rotated=rotated)
     lengths = [0, 1, 63, 64, 65, 200, 500, 640, 641]
     inputs.comp_lengths = torch.tensor(lengths, dtype=torch.int32, device="cuda")
     return inputs
@@ -182,8 +201,9 @@ def length_cases():
     """(name, function making inputs, plan): fewer tiles than splits, and as many."""
     for heads in (5, 16, 32, 64):
         for plan in each_plan(heads, (1, 4, 13)):
-            name = f"lengths H{heads} {describe_plan(plan)}"
-            yield name, partial(ragged_inputs, heads, plan.splits), plan
+            for rotated in (False, True):
+                name = f"lengths H{heads} {describe_plan(plan)}{' turned' * rotated}"
+                yield name, partial(ragged_inputs, heads, plan.splits, rotated), plan
 
 
 def random_cases():
@@ -195,3 +215,4 @@ def random_cases():
                 name = f"H{heads} {describe_plan(plan)} lists {window}+{comp} page {page}"
                 make = partial(make_inputs, 5, heads, window, comp, page, seed=heads + comp)
                 yield name, make, plan
+                yield f"{name} turned", partial(make, rotated=True), plan

@@ -8,8 +8,10 @@ from sglang_dsv4.cache.kv_layout import KVFormat, RecordLayout
 from sglang_dsv4.kernels.attention.sparse_attention import sparse_attention
 from sglang_dsv4.kernels.reference import sparse_attention as reference
 from sglang_dsv4.kernels.reference.kv_store import read_records, write_records
+from sglang_dsv4.kernels.reference.rope import build_rope_table
 
 SCALE = 512**-0.5
+MAX_POSITION = 1 << 16
 
 
 @dataclass
@@ -27,6 +29,7 @@ class Inputs:
     scale: float = SCALE
     out_scale: float = 1.0
     comp_lengths: torch.Tensor | None = None
+    rotation: tuple[torch.Tensor, torch.Tensor] | None = None
 
     def run(self, plan=None):
         return sparse_attention(
@@ -41,6 +44,7 @@ class Inputs:
             self.scale,
             self.out_scale,
             self.comp_lengths,
+            self.rotation,
             plan,
         )
 
@@ -58,7 +62,9 @@ class Inputs:
 
         Each weight is rounded to bf16 (2^-9 relative; 2^-8 leaves room for the approximate
         exponential and the order of sums), so out may differ by 2^-8 sum(w |v|) times the gain;
-        out itself is rounded to bf16 once, 2^-9 relative. A score is a sum of 512 products in
+        out itself is rounded to bf16 once, 2^-9 relative. Turned back, a value has the differences
+        of its pair's two, times |cos| and |sin|; the float32 roundings of the turn, 2^-23 of them,
+        are small beside the 2^-8. A score is a sum of 512 products in
         float32: 2^-19 of the sum of their magnitudes leaves 32 roundings.
         """
         args = [
@@ -72,6 +78,7 @@ class Inputs:
             self.scale,
             self.out_scale,
             self.comp_lengths,
+            self.rotation,
         ]
         out, lse = reference.sparse_attention(self.q.float(), *args)
         spread, drift = torch.zeros_like(out), torch.zeros_like(lse)
@@ -87,6 +94,12 @@ class Inputs:
                 spread[token] += gain[:, None] * (weights @ records.abs())
                 size = (query.abs() @ records.abs().T).amax(dim=1) * self.scale
                 drift[token] = torch.maximum(drift[token], size.nan_to_num())
+        if self.rotation is not None:
+            positions, table = self.rotation
+            cos, sin = table[positions.long()].abs()[:, None].chunk(2, dim=-1)
+            even, odd = spread[..., 448::2], spread[..., 449::2]
+            pairs = torch.stack((even * cos + odd * sin, odd * cos + even * sin), dim=-1)
+            spread[..., 448:] = pairs.flatten(-2)
         bound = (spread.nan_to_num() + out.abs().nan_to_num()) * 2**-8 + 1e-6
         return out, lse, bound, drift * 2**-19 + 1e-5
 
@@ -113,8 +126,9 @@ def make_inputs(
     empty=0.1,
     extra=0,
     pages=40,
+    rotated=False,
 ):
-    """Random records, queries, lists with a share of unused slots, and sinks."""
+    """Random records, queries, lists with a share of unused slots, sinks, and a rotation."""
     g = torch.Generator("cuda").manual_seed(seed)
     layouts = [RecordLayout(KVFormat.NVFP4, size) for size in (64, comp_page)]
     counts = [pages, pages * 64 // comp_page]
@@ -128,4 +142,20 @@ def make_inputs(
         lists.append(slots.masked_fill(drop, -1).to(slot_dtype))
     q = torch.randn(tokens, heads, 512, generator=g, device="cuda").bfloat16()
     sinks = torch.randn(heads, generator=g, device="cuda")
-    return Inputs(q, lists[0], pools[0], layouts[0], lists[1], pools[1], layouts[1], sinks)
+    return Inputs(
+        q,
+        lists[0],
+        pools[0],
+        layouts[0],
+        lists[1],
+        pools[1],
+        layouts[1],
+        sinks,
+        rotation=make_rotation(tokens, g) if rotated else None,
+    )
+
+
+def make_rotation(tokens, generator):
+    """Positions in no order, and their table."""
+    positions = torch.randint(0, MAX_POSITION, (tokens,), generator=generator, device="cuda")
+    return positions, build_rope_table(MAX_POSITION, 1e4).cuda()

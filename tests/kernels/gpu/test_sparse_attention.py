@@ -14,6 +14,8 @@ from sparse_attention_inputs import make_inputs
 from sglang_dsv4.envs import ATTENTION_KERNEL
 from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.kernels.attention.plan import Kernel
+from sglang_dsv4.kernels.attention.sparse_attention import _unused
+from sglang_dsv4.kernels.norm_rope.norm_rope import inverse_rope
 
 
 def named(case):
@@ -64,6 +66,56 @@ def test_hostile(case):
 @pytest.mark.parametrize("tokens", [1, 16, 64, 300])
 def test_chosen_plan(tokens, heads):
     cases.check(make_inputs(tokens, heads, 128, 512, 64, seed=tokens))
+    cases.check(make_inputs(tokens, heads, 128, 512, 64, seed=tokens, rotated=True))
+
+
+@pytest.mark.parametrize("heads", [1, 16, 128])
+def test_the_turn_leaves_other_dims_and_loses_nothing(heads):
+    """Bit for bit what is not turned; what is, nearer to float32 than by a launch of its own."""
+    inputs = make_inputs(65, heads, rotated=True)
+    wanted = inputs.expected()[0][..., 448:]
+    plain = replace(inputs, rotation=None)
+    for plan in cases.each_plan(heads, (1, 3)):
+        out, lse = inputs.run(plan)
+        before, before_lse = plain.run(plan)
+        assert torch.equal(out[..., :448], before[..., :448]) and torch.equal(lse, before_lse)
+        two_steps = inverse_rope(before, *inputs.rotation)[..., 448:]
+        error, other = ((x.float() - wanted).square().mean() for x in (out[..., 448:], two_steps))
+        assert error < other
+
+
+def test_positions_of_either_width_and_a_table_off_the_vector_grid():
+    inputs = make_inputs(7, 16, rotated=True)
+    out, _ = inputs.run()
+    positions, table = inputs.rotation
+    shifted = torch.nn.functional.pad(table, (1, 2))[:, 1:65]
+    for rotation in ((positions.int(), table), (positions, shifted)):
+        assert torch.equal(replace(inputs, rotation=rotation).run()[0], out)
+
+
+def test_refuses_other_rotations():
+    inputs = make_inputs(2, 16, rotated=True)
+    positions, table = inputs.rotation
+    for rotation in (
+        (positions, table.bfloat16()),
+        (positions, table[:, :32]),
+        (positions[:1], table),
+    ):
+        with pytest.raises(UnsupportedError, match="The rotation"):
+            replace(inputs, rotation=rotation).run()
+
+
+def test_under_a_default_dtype_of_bfloat16():
+    """SGLang loads a model under one, and warms the kernels up."""
+    inputs, default = make_inputs(3, 16), torch.get_default_dtype()
+    wanted, _ = inputs.run()
+    _unused.cache_clear()
+    torch.set_default_dtype(torch.bfloat16)
+    try:
+        out, _ = inputs.run()
+    finally:
+        torch.set_default_dtype(default)
+    assert torch.equal(out, wanted)
 
 
 def test_the_environment_forces_a_kernel(monkeypatch):
