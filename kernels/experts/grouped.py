@@ -14,15 +14,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from sglang_dsv4.kernels.experts.product import (
-    TOKENS,
-    WARPS,
-    Numbers,
-    Operands,
-    Shape,
-    compile_product,
-    resident_blocks,
-)
+from sglang_dsv4.kernels.experts.product import Numbers, Operands, compile_product
+from sglang_dsv4.kernels.experts.shape import TOKENS, WARPS, Shape, resident_blocks, with_staging
 from sglang_dsv4.kernels.hardware import current_arch, num_sms
 from sglang_dsv4.kernels.linear.records import COLUMNS
 

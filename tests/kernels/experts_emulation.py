@@ -8,7 +8,8 @@ from records_emulation import RecordDevice, RecordInstructions
 from warp_emulator import full
 
 from sglang_dsv4.kernels.experts import product
-from sglang_dsv4.kernels.experts.product import Numbers, Operands, Shape, shared_bytes
+from sglang_dsv4.kernels.experts.product import Numbers, Operands
+from sglang_dsv4.kernels.experts.shape import THREADS, Shape, shared_bytes
 
 PATIENCE = 60
 
@@ -90,7 +91,7 @@ def emulate(shape: Shape, x, records, outer, routed, lists, rows, limit, sms, pe
     device.launch(
         lambda: names["GroupedProduct"](shape, "sm_90a").kernel(operands, numbers),
         (sms * per_sm, 1, 1),
-        product.THREADS,
+        THREADS,
         shared_bytes(shape),
     )
     bits = torch.from_numpy(operands.out.read().astype(np.int32)).to(torch.int16)

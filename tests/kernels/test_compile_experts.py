@@ -6,7 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from sglang_dsv4.kernels.experts.product import RECORDS, Shape, compile_product, resident_blocks
+from sglang_dsv4.kernels.experts.product import compile_product
+from sglang_dsv4.kernels.experts.shape import RECORDS, Shape, resident_blocks, with_staging
 from sglang_dsv4.kernels.jit import cubin_of
 
 triton = pytest.importorskip("triton", reason="its wheel carries nvdisasm")

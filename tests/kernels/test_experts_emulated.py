@@ -6,7 +6,7 @@ from experts_emulation import compiled, emulate
 from slot_lists import align
 
 from sglang_dsv4.kernels.experts import grouped
-from sglang_dsv4.kernels.experts.product import Shape
+from sglang_dsv4.kernels.experts.shape import Shape
 from sglang_dsv4.kernels.linear.records import pack_records
 from sglang_dsv4.kernels.reference.moe import moe_experts
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight

@@ -17,7 +17,7 @@ if torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs sm_90 or later", allow_module_level=True)
 
 from sglang_dsv4.kernels.experts import grouped
-from sglang_dsv4.kernels.experts.product import Shape
+from sglang_dsv4.kernels.experts.shape import Shape
 from sglang_dsv4.kernels.linear.records import pack_records
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 from sglang_dsv4.kernels.reference.swiglu import clamped_swiglu
