@@ -26,7 +26,6 @@ SASS of the loop for each record (sm_90a, ptxas 13.4): 75 instructions with one 
 with two, 98 to 103 with four. Compiled and emulated, not run.
 """
 
-from dataclasses import dataclass
 from typing import Any, NamedTuple
 
 import cutlass
@@ -38,63 +37,29 @@ from sglang_dsv4.kernels.attention import instructions as ptx
 from sglang_dsv4.kernels.attention.combine import LOG2_E
 from sglang_dsv4.kernels.attention.instructions import address, choose
 from sglang_dsv4.kernels.experts import ptx as own
+from sglang_dsv4.kernels.experts.shape import (
+    PLACES,
+    RECORDS,
+    RESERVED_BYTES,
+    RING_BYTES,
+    STAGE_BYTES,
+    STAGES,
+    STAGES_OF_CHUNK,
+    SUM_ROW,
+    THREADS,
+    TILE_BYTES,
+    TOKENS,
+    WARPS,
+    Shape,
+    resident_blocks,
+    shared_bytes,
+)
+from sglang_dsv4.kernels.experts.staging import Staging
 from sglang_dsv4.kernels.hardware import SHARED_BYTES
 from sglang_dsv4.kernels.jit import compile_for, compiled_kernel
 from sglang_dsv4.kernels.linear import decode
 from sglang_dsv4.kernels.linear.records import CODE_BYTES, COLUMNS, RECORD_BYTES, ROWS
 from sglang_dsv4.kernels.linear.stream import UNDO
-
-WARPS = 8
-THREADS = 32 * WARPS
-RESIDENT = 2
-"""Thread blocks that a multiprocessor holds, at most."""
-RECORDS = 2
-"""Records of a row tile in a stage of the ring."""
-STAGES = 3
-TOKENS = 8
-"""Slots of a token tile."""
-# Float32 sums of a token: 16 rows, and a gap that spreads tokens over the banks.
-_SUM_ROW = 20
-# Shared memory of each block that the driver keeps for itself.
-RESERVED_BYTES = 1024
-_TILE_BYTES = RECORDS * RECORD_BYTES
-_STAGE_BYTES = 2 * _TILE_BYTES
-_RING_BYTES = STAGES * _STAGE_BYTES
-
-
-@dataclass(frozen=True)
-class Shape:
-    """Static shape of a launch.
-
-    Attributes:
-        gated: gate and up with their SwiGLU; else the down projection, weighted.
-        outputs: columns of the result, I or D; inputs: of x, D or I. Both multiples of 64.
-        chosen: experts of a token.
-        tiles: token tiles of a block of slots, 1, 2 or 4.
-        split: warps that share the columns, a divisor of `WARPS`, at most inputs / 64.
-    """
-
-    gated: bool
-    outputs: int
-    inputs: int
-    chosen: int
-    tiles: int
-    split: int
-
-    @property
-    def pairs(self) -> int:
-        """Pairs of row tiles of an expert."""
-        return self.outputs // (ROWS if self.gated else 2 * ROWS)
-
-    @property
-    def groups(self) -> int:
-        """Items of a block of slots."""
-        return -(-self.pairs // (WARPS // self.split))
-
-    @property
-    def slots(self) -> int:
-        """Slots of a block."""
-        return TOKENS * self.tiles
 
 
 class Operands(NamedTuple):
@@ -129,20 +94,6 @@ class Numbers(NamedTuple):
 _FRONT_ITEM, _FRONT_STAGE, _FRONT_SLOT, _HELD, _SLOT, _PARITY = range(6)
 
 
-def shared_bytes(shape: Shape) -> int:
-    """Shared memory of a thread block."""
-    return WARPS * (_RING_BYTES + (2 * _SUM_ROW * 4 + 8) * shape.slots + 8 * STAGES)
-
-
-def resident_blocks(shape: Shape, arch: str) -> int:
-    """Thread blocks that a multiprocessor holds.
-
-    Four token tiles take more registers than two thread blocks leave for each other.
-    """
-    block, sm = shared_bytes(shape) + RESERVED_BYTES, SHARED_BYTES[arch] + RESERVED_BYTES
-    return min(RESIDENT if shape.tiles < 4 else 1, sm // block)
-
-
 class GroupedProduct:
     """The kernel for one static shape on one architecture."""
 
@@ -152,7 +103,10 @@ class GroupedProduct:
         self.tall = shape.pairs * 2
         # Whether all warps have the same number of records, whole stages.
         self.even = self.across % (shape.split * RECORDS) == 0
-        self.sum_bytes = 2 * _SUM_ROW * 4 * shape.slots
+        self.sum_bytes = 2 * SUM_ROW * 4 * shape.slots
+        self.staging = Staging(shape)
+        # All columns of a block of slots are staged, so its items are in turn.
+        self.stays = shape.staged == shape.inputs
         self.resident = resident_blocks(shape, arch)
         block, sm = shared_bytes(shape) + RESERVED_BYTES, SHARED_BYTES[arch] + RESERVED_BYTES
         # What the blocks leave of shared memory (in percent) is L1.
@@ -182,14 +136,18 @@ class GroupedProduct:
         self.part, self.team = warp % self.shape.split, warp // self.shape.split
         self.take_columns()
         base = cutlass.memory.SmemAllocator().allocate(shared_bytes(self.shape), 128).toint()
-        self.ring = base + warp * _RING_BYTES
-        self.sums_at = base + WARPS * _RING_BYTES + warp * self.sum_bytes
+        self.ring = base + warp * RING_BYTES
+        self.sums_at = base + WARPS * RING_BYTES + warp * self.sum_bytes
         self.team_sums = self.sums_at - self.part * self.sum_bytes
-        notes = base + WARPS * (_RING_BYTES + self.sum_bytes)
+        notes = base + WARPS * (RING_BYTES + self.sum_bytes)
         self.notes = notes + warp * (8 * self.shape.slots)
         self.arrived = notes + WARPS * (8 * self.shape.slots) + warp * (8 * STAGES)
         decode.barriers_init(True, self.arrived, STAGES, 1)
         cute.arch.sync_warp()
+        if cutlass.const_expr(self.shape.staged):
+            staged = notes + WARPS * (8 * self.shape.slots + 8 * STAGES)
+            self.staging.start(staged, warp, self.lane, self.first_record)
+            cute.arch.sync_threads()
         if cutlass.const_expr(self.shape.gated):
             cute.arch.griddepcontrol_wait()
             cute.arch.griddepcontrol_launch_dependents()
@@ -266,17 +224,20 @@ class GroupedProduct:
     ) -> None:
         """Place 1 of everything for an item: its expert, weights, slots and pair of row tiles.
 
-        Blocks of one expert within the window are items in turn.
+        Blocks of one expert within the window are items in turn, unless a block stays.
         """
         item = cutlass.max(cutlass.min(item, self.last - 1), Int32(0))
         window, groups = self.window(item), Int32(self.shape.groups)
         expert = self.uniform(ptx.shuffle_index(owners[0], item // groups - window))
-        same = self.uniform(ptx.ballot(owners[0] == expert))
-        begin = window + Int32(ptx.count_bits((same & (Uint32(0) - same)) - Uint32(1)))
-        turns = Int32(ptx.count_bits(same))
-        local = item - begin * groups
-        block = begin + local % turns
-        pair = local // turns * (WARPS // self.shape.split) + self.team
+        if self.stays:
+            block, group = item // groups, item % groups
+        else:
+            same = self.uniform(ptx.ballot(owners[0] == expert))
+            begin = window + Int32(ptx.count_bits((same & (Uint32(0) - same)) - Uint32(1)))
+            turns = Int32(ptx.count_bits(same))
+            local = item - begin * groups
+            block, group = begin + local % turns, local // turns
+        pair = group * (WARPS // self.shape.split) + self.team
         # A team without a row tile of its own repeats the last one's.
         pair = cutlass.min(pair, Int32(self.shape.pairs - 1))
         experts[1], targets[1] = expert, pair
@@ -300,10 +261,10 @@ class GroupedProduct:
             if cutlass.const_expr(not self.even):
                 size = cutlass.min(self.count - stage * RECORDS, Int32(RECORDS)) * RECORD_BYTES
             ahead = front[_FRONT_ITEM] > item
-            place = self.ring + slot * _STAGE_BYTES
-            offset = Int64(stage) * _TILE_BYTES
+            place = self.ring + slot * STAGE_BYTES
+            offset = Int64(stage) * TILE_BYTES
             starts = [choose(ahead, sources[2 + m], sources[m]) + offset for m in range(2)]
-            targets = [place + m * _TILE_BYTES for m in range(2)]
+            targets = [place + m * TILE_BYTES for m in range(2)]
             decode.copy_bytes(True, self.arrived + 8 * slot, targets, starts, size)
             front[_HELD] = front[_HELD] + 1
             front[_FRONT_SLOT] = choose(slot == STAGES - 1, Int32(0), slot + 1)
@@ -321,9 +282,18 @@ class GroupedProduct:
         weights = cute.make_rmem_tensor(tiles, Float32)
         fragments = cute.make_rmem_tensor(8 * tiles, Uint32)
         sums = cute.make_rmem_tensor(8 * tiles, Float32)
-        self.turn_to(slots, rows, weights)
-        for half in cutlass.range_constexpr(2):
-            self.fetch(half, rows, fragments)
+        fill = cute.make_rmem_tensor(1, Int32)
+        at = cute.make_rmem_tensor(1, Int32)
+        fill[0], at[0] = Int32(0), Int32(0)
+        self.weigh(slots, weights)
+        if cutlass.const_expr(self.shape.staged):
+            self.find_rows(slots, rows)
+            if self.first < self.last:
+                self.staging.copy_first(rows)
+        else:
+            self.turn_to(slots, rows)
+            for half in cutlass.range_constexpr(2):
+                self.fetch(half, rows, at, fragments)
         for number in cutlass.range(self.first, self.last, 1):
             item = Int32(number)
             self.note(slots, weights)
@@ -332,31 +302,69 @@ class GroupedProduct:
             experts[0], targets[0] = experts[1], targets[1]
             self.locate(item + 1, owners, sources, experts, slots, targets)
             self.look(item + 2, owners)
-            at = address(self.operands.outer) + Int64(experts[0]) * 4
-            outer = ptx.global_load_f32(at) * Float32(UNDO)
+            outer_at = address(self.operands.outer) + Int64(experts[0]) * 4
+            outer = ptx.global_load_f32(outer_at) * Float32(UNDO)
             for i in cutlass.range_constexpr(8 * tiles):
                 sums[i] = Float32(0.0)
             for _ in cutlass.range(0, STAGES, 1):
                 self.ask(item, front, sources)
+            if cutlass.const_expr(self.shape.staged):
+                self.staging.begin(fill, at)
+                for half in cutlass.range_constexpr(2):
+                    self.fetch(half, rows, at, fragments)
             # As a number that the compiler does not know, so that it does not unroll.
             for stage in cutlass.range(0, ptx.opaque(Int32(self.stages)), 1):
                 ptx.barrier_wait(self.arrived + 8 * front[_SLOT], front[_PARITY])
-                place = self.ring + front[_SLOT] * _STAGE_BYTES
+                place = self.ring + front[_SLOT] * STAGE_BYTES
                 for r in cutlass.range_constexpr(RECORDS):
                     k = Int32(stage) * RECORDS + r
                     record = place + r * RECORD_BYTES
                     if cutlass.const_expr(self.even):
-                        self.multiply(record, k, slots, rows, weights, fragments, sums)
+                        self.multiply(record, k, r, slots, rows, weights, fill, at, fragments, sums)
                     else:
                         if k < self.count:
-                            self.multiply(record, k, slots, rows, weights, fragments, sums)
+                            self.multiply(
+                                record, k, r, slots, rows, weights, fill, at, fragments, sums
+                            )
                 cute.arch.sync_warp()
                 ended = front[_SLOT] == STAGES - 1
                 front[_PARITY] = choose(ended, front[_PARITY] ^ 1, front[_PARITY])
                 front[_SLOT] = choose(ended, Int32(0), front[_SLOT] + 1)
                 front[_HELD] = front[_HELD] - 1
                 self.ask(item, front, sources)
+                if cutlass.const_expr(self.shape.goes_round):
+                    self.turn_round(item, Int32(stage), slots, rows, fill)
+            if cutlass.const_expr(self.shape.staged):
+                self.weigh(slots, weights)
+            if cutlass.const_expr(self.stays):
+                self.replace_staged(item, slots, rows, fill)
             self.finish(targets[0], outer, sums)
+
+    def find_rows(self, slots: Any, rows: Any) -> None:
+        """Where the rows are that this warp stages."""
+        self.staging.find_rows(self.operands.x, slots, self.numbers.slots, rows)
+
+    @cute.jit
+    def replace_staged(self, item: Int32, slots: Any, rows: Any, fill: Any) -> None:
+        """Stage the next item's block, if it is another, when all warps are through with this."""
+        if (item + 1 < self.last) & ((item + 1) % Int32(self.shape.groups) == 0):
+            self.find_rows(slots, rows)
+            cute.arch.sync_threads()
+            self.staging.copy_first(rows)
+            fill[0] = fill[0] + 1
+
+    @cute.jit
+    def turn_round(self, item: Int32, stage: Int32, slots: Any, rows: Any, fill: Any) -> None:
+        """Where a chunk ends, give it back and ask for one ahead, of this item or the next."""
+        if (stage + 1) % STAGES_OF_CHUNK == 0:
+            self.staging.give_back(fill)
+            chunks = Int32(self.shape.chunks)
+            ahead = stage // STAGES_OF_CHUNK + (PLACES - 1)
+            if ahead == chunks:
+                self.find_rows(slots, rows)
+            if (ahead < chunks) | (item + 1 < self.last):
+                self.staging.refill(fill, choose(ahead < chunks, ahead, ahead - chunks), rows)
+            fill[0] = fill[0] + 1
 
     def note(self, slots: Any, weights: Any) -> None:
         """An item's slots and their weights to shared memory."""
@@ -367,8 +375,16 @@ class GroupedProduct:
             ptx.shared_store_u32(at, Uint32(slots[n]))
             ptx.shared_store_f32(at + 4, weights[n])
 
-    def turn_to(self, slots: Any, rows: Any, weights: Any) -> None:
-        """This lane's rows of activations in the next item, and the router's weights of its slots.
+    def weigh(self, slots: Any, weights: Any) -> None:
+        """The router's weights of the next item's slots."""
+        for n in range(self.shape.tiles):
+            weights[n] = Float32(1.0)
+            if not self.shape.gated:
+                at = address(self.operands.routed) + Int64(slots[n]) * 4
+                weights[n] = own.load_f32_if(slots[n] < self.numbers.slots, at)
+
+    def turn_to(self, slots: Any, rows: Any) -> None:
+        """This lane's rows of activations in the next item, where they are not staged.
 
         A row is the address of its next columns. Without a slot it is that of the block's first
         one, which there always is: nothing of it reaches the sums of others.
@@ -376,19 +392,17 @@ class GroupedProduct:
         head = ptx.shuffle_index(slots[0], self.quad)
         head = cutlass.min(head, self.numbers.slots - 1)
         for n in range(self.shape.tiles):
-            there = slots[n] < self.numbers.slots
-            slot = choose(there, slots[n], head)
+            slot = choose(slots[n] < self.numbers.slots, slots[n], head)
             row = slot // self.shape.chosen if self.shape.gated else slot
             column = self.first_record * COLUMNS + self.quad * 16
             at = Int64(row) * self.shape.inputs + Int64(column)
             rows[n] = address(self.operands.x) + at * 2
-            weights[n] = Float32(1.0)
-            if not self.shape.gated:
-                at = address(self.operands.routed) + Int64(slots[n]) * 4
-                weights[n] = own.load_f32_if(there, at)
 
-    def fetch(self, half: int, rows: Any, fragments: Any) -> None:
+    def fetch(self, half: int, rows: Any, at: Any, fragments: Any) -> None:
         """Half of a record's columns of every token tile."""
+        if self.shape.staged:
+            self.staging.load(half, at, fragments)
+            return
         for n in range(self.shape.tiles):
             found = decode.global_load_x4(rows[n] + 16 * half)
             for i in range(4):
@@ -399,36 +413,43 @@ class GroupedProduct:
         self,
         place: Int32,
         k: Int32,
+        r: int,
         slots: Any,
         rows: Any,
         weights: Any,
+        fill: Any,
+        at: Any,
         fragments: Any,
         sums: Any,
     ) -> None:
         """A record of both row tiles with all token tiles; fetch the columns of the next one."""
         words, scales = [], []
         for m in cutlass.range_constexpr(2):
-            at = place + m * _TILE_BYTES
-            words.append(ptx.shared_load_u32x4(at + self.lane * 16))
-            pair = decode.shared_load_u16(at + CODE_BYTES + self.lane * 2)
+            tile = place + m * TILE_BYTES
+            words.append(ptx.shared_load_u32x4(tile + self.lane * 16))
+            pair = decode.shared_load_u16(tile + CODE_BYTES + self.lane * 2)
             scales.append(decode.spread_scales(pair))
-        if k + 1 == self.count:
-            self.turn_to(slots, rows, weights)
+        if cutlass.const_expr(self.shape.staged):
+            self.staging.advance(k, r, self.count, self.even, fill, at)
         else:
-            for n in cutlass.range_constexpr(self.shape.tiles):
-                rows[n] = rows[n] + COLUMNS * 2
+            if k + 1 == self.count:
+                self.weigh(slots, weights)
+                self.turn_to(slots, rows)
+            else:
+                for n in cutlass.range_constexpr(self.shape.tiles):
+                    rows[n] = rows[n] + COLUMNS * 2
         for half in cutlass.range_constexpr(2):
             for m in cutlass.range_constexpr(2):
                 for step in cutlass.range_constexpr(2):
                     codes = decode.spread_codes(words[m][2 * half + step])
                     a = [ptx.mul_bf16x2(codes[i], scales[m][i % 2]) for i in range(4)]
                     for n in cutlass.range_constexpr(self.shape.tiles):
-                        at, b = 4 * (2 * n + m), 8 * n + 4 * half + 2 * step
-                        total = [sums[at + c] for c in range(4)]
+                        own_sums, b = 4 * (2 * n + m), 8 * n + 4 * half + 2 * step
+                        total = [sums[own_sums + c] for c in range(4)]
                         total = ptx.mma_bf16(a, [fragments[b], fragments[b + 1]], total)
                         for c in cutlass.range_constexpr(4):
-                            sums[at + c] = total[c]
-            self.fetch(half, rows, fragments)
+                            sums[own_sums + c] = total[c]
+            self.fetch(half, rows, at, fragments)
 
     def meet(self) -> None:
         """Wait for the team's other warps."""
@@ -447,7 +468,7 @@ class GroupedProduct:
             for m in cutlass.range_constexpr(2):
                 for c in cutlass.range_constexpr(4):
                     token = n * TOKENS + 2 * self.quad + c % 2
-                    place = (m * block + token) * _SUM_ROW + self.group + 8 * (c // 2)
+                    place = (m * block + token) * SUM_ROW + self.group + 8 * (c // 2)
                     ptx.shared_store_f32(self.sums_at + place * 4, sums[4 * (2 * n + m) + c])
         self.meet()
         # A unit is two neighbouring rows of one slot's result.
@@ -474,7 +495,7 @@ class GroupedProduct:
 
     def total(self, m: Any, token: Int32, row: Int32) -> list[Float32]:
         """Sums of two rows of row tile m for a token over the team's warps."""
-        place = self.team_sums + ((m * self.shape.slots + token) * _SUM_ROW + row) * 4
+        place = self.team_sums + ((m * self.shape.slots + token) * SUM_ROW + row) * 4
         total = list(ptx.shared_load_f32x2(place))
         for part in range(1, self.shape.split):
             found = ptx.shared_load_f32x2(place + part * self.sum_bytes)

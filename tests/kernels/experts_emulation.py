@@ -1,14 +1,16 @@
 """Runs the experts' kernel source on the emulated device: both launches, over given lists."""
 
 import threading
+import time
 
 import numpy as np
 import torch
 from records_emulation import RecordDevice, RecordInstructions
-from warp_emulator import full
+from warp_emulator import full, uniform
 
 from sglang_dsv4.kernels.experts import product
-from sglang_dsv4.kernels.experts.product import Numbers, Operands, Shape, shared_bytes
+from sglang_dsv4.kernels.experts.product import Numbers, Operands
+from sglang_dsv4.kernels.experts.shape import THREADS, Shape, shared_bytes
 
 PATIENCE = 60
 
@@ -43,6 +45,26 @@ class ExpertInstructions(RecordInstructions):
         """Of one number: one that tells where a lane reads."""
         return np.uint32(int(x).bit_count())
 
+    def arrive_with_bytes(self, condition, barrier, shared, source, size):
+        """A place is taken anew only when what was there before has been waited for."""
+        state = self.barriers[int(uniform(barrier))]
+        with self.device.changed:
+            if not state.copies:
+                state.begun = state.phase
+            assert state.begun == state.phase, "the place is in use"
+            super().arrive_with_bytes(condition, barrier, shared, source, size)
+
+    def barrier_wait(self, address, parity):
+        """Of a phase of which no copy is under way; slow warps come late."""
+        if self.device.local.warp in self.device.slow:
+            time.sleep(0.002)
+        state = self.barriers[int(uniform(address))]
+        with self.device.changed:
+            done = lambda: state.phase % 2 != uniform(parity)  # noqa: E731
+            assert self.device.changed.wait_for(done, PATIENCE), "a phase is never completed"
+            assert not state.copies or getattr(state, "begun", -1) < state.phase
+            super().barrier_wait(address, parity)
+
     def named_barrier(self, number, threads):
         key = id(self.shared), int(number)
         with self.device.changed:
@@ -55,6 +77,7 @@ class ExpertDevice(RecordDevice):
     """Runs kernels of `kernels.experts`."""
 
     emulated = "sglang_dsv4.kernels.experts"
+    slow = ()
 
     def _replacements(self):
         names = super()._replacements()
@@ -66,9 +89,10 @@ class ExpertDevice(RecordDevice):
         super().launch(body, grid, threads, shared_size)
 
 
-def emulate(shape: Shape, x, records, outer, routed, lists, rows, limit, sms, per_sm):
-    """bfloat16 [rows, outputs] of one launch; what is not written is NaN."""
+def emulate(shape: Shape, x, records, outer, routed, lists, rows, limit, sms, per_sm, slow=()):
+    """bfloat16 [rows, outputs] of one launch; what is not written is NaN. slow: warps."""
     device = ExpertDevice(1 << 24)
+    device.slow = slow
     names = device.load(product)
     put = device.tensor
     # First in memory: records before the first expert's are out of bounds. Behind lies NaN.
@@ -90,7 +114,7 @@ def emulate(shape: Shape, x, records, outer, routed, lists, rows, limit, sms, pe
     device.launch(
         lambda: names["GroupedProduct"](shape, "sm_90a").kernel(operands, numbers),
         (sms * per_sm, 1, 1),
-        product.THREADS,
+        THREADS,
         shared_bytes(shape),
     )
     bits = torch.from_numpy(operands.out.read().astype(np.int32)).to(torch.int16)

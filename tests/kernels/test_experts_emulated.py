@@ -1,12 +1,14 @@
 """The experts' kernel source, lane by lane on the CPU, against the reference: both launches."""
 
+from dataclasses import replace
+
 import pytest
 import torch
 from experts_emulation import compiled, emulate
 from slot_lists import align
 
 from sglang_dsv4.kernels.experts import grouped
-from sglang_dsv4.kernels.experts.product import Shape
+from sglang_dsv4.kernels.experts.shape import CHUNK, PLACES, Shape
 from sglang_dsv4.kernels.linear.records import pack_records
 from sglang_dsv4.kernels.reference.moe import moe_experts
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
@@ -23,7 +25,14 @@ def matrices(experts, out, width):
     return pack_records(weight, scale), outer, dequantize_weight(weight, scale, outer)
 
 
-def check(ids, experts, inner, width, tiles, splits, limit, grid=(2, 1)):
+def staging(shape, staged):
+    """The shape with all columns staged, or by a ring where it can go round, or with none."""
+    if staged == "ring" and shape.can_go_round and shape.inputs > PLACES * CHUNK:
+        return replace(shape, staged=PLACES * CHUNK)
+    return replace(shape, staged=shape.inputs if staged else 0)
+
+
+def check(ids, experts, inner, width, tiles, splits, limit, grid=(2, 1), staged=None, slow=()):
     """Both launches over ``ids`` [T, k]; slots that are not written are seen as NaN."""
     (tokens, chosen), slots = ids.shape, ids.numel()
     gate_up, down = matrices(experts, 2 * inner, width), matrices(experts, width, inner)
@@ -35,13 +44,15 @@ def check(ids, experts, inner, width, tiles, splits, limit, grid=(2, 1)):
         Shape(True, inner, width, chosen, tiles, splits[0]),
         Shape(False, width, inner, chosen, tiles, splits[1]),
     )
+    shapes = [staging(shape, staged) for shape in shapes]
     lists = align(ids, 8 * tiles, experts, return_inactive_prefix_count=True)
     bound = float("inf") if limit is None else limit
-    hidden = emulate(shapes[0], x, *gate_up[:2], routed, lists, slots, bound, *grid)
+    hidden = emulate(shapes[0], x, *gate_up[:2], routed, lists, slots, bound, *grid, slow)
     idle = ids.flatten() < 0
     assert hidden[idle].isnan().all()
-    found = emulate(shapes[1], hidden, *down[:2], routed, lists, slots, bound, *grid).float()
+    found = emulate(shapes[1], hidden, *down[:2], routed, lists, slots, bound, *grid, slow)
 
+    found = found.float()
     # A token for each slot, so that the reference adds nothing up.
     rows = x.float().repeat_interleave(chosen, 0)
     each = (routed.view(-1, 1), ids.view(-1, 1), limit)
@@ -78,38 +89,73 @@ def test_any_choice(tokens, inner, width, limit):
     check(ids, 5, inner, width, 1, (1, 1), limit)
 
 
+@pytest.mark.parametrize("staged", [None, "all"])
 @pytest.mark.parametrize(("tiles", "splits"), [(1, (4, 4)), (2, (1, 2)), (2, (2, 1)), (4, (4, 1))])
-def test_shares_of_the_columns(tiles, splits):
+def test_shares_of_the_columns(tiles, splits, staged):
     """Equal and unequal numbers of records; several blocks and groups of row tiles an expert."""
     ids = torch.randint(-1, 2, (20, 2), dtype=torch.int32)
-    check(ids, 2, 256, 320, tiles, splits, 0.25)
+    check(ids, 2, 256, 320, tiles, splits, 0.25, staged=staged)
 
 
+@pytest.mark.parametrize(
+    ("inner", "width", "splits"), [(128, 1024, (4, 1)), (320, 128, (1, 2)), (128, 704, (2, 1))]
+)
+def test_staged_in_several_chunks(inner, width, splits):
+    """Whole and partial chunks, shares of the columns that begin within a chunk."""
+    ids = torch.randint(-1, 3, (21, 2), dtype=torch.int32)
+    check(ids, 3, inner, width, 2, splits, 0.25, (1, 2), "all")
+
+
+@pytest.mark.parametrize("slow", [(), (0,), (1, 2, 3, 4, 5, 6, 7)])
+@pytest.mark.parametrize(("tiles", "grid"), [(2, (1, 1)), (4, (2, 1))])
+def test_staged_in_a_ring(tiles, grid, slow):
+    """The ring goes round within an item, over items and over blocks; warps are early and late."""
+    ids = torch.randint(-1, 2, (20, 2), dtype=torch.int32)
+    check(ids, 2, 192, 1280, tiles, (1, 1), None, grid, "ring", slow)
+
+
+def test_down_staged_in_a_ring():
+    ids = torch.randint(-1, 2, (10, 2), dtype=torch.int32)
+    check(ids, 2, 1536, 64, 2, (1, 1), None, (2, 1), "ring")
+
+
+@pytest.mark.parametrize("slow", [(3,), (0, 1, 2, 4, 5, 6, 7)])
+def test_staged_anew_while_warps_are_late(slow):
+    ids = torch.randint(0, 3, (30, 2), dtype=torch.int32)
+    check(ids, 3, 256, 320, 2, (1, 2), None, (1, 1), "all", slow)
+
+
+@pytest.mark.parametrize("staged", [None, "all"])
 @pytest.mark.parametrize(("tiles", "grid"), [(1, (3, 2)), (2, (1, 1)), (2, (5, 1))])
-def test_sixty_four_tokens(tiles, grid):
+def test_sixty_four_tokens(tiles, grid, staged):
     """Experts of no, one and several blocks, and slots without an expert."""
     ids = torch.randint(0, 6, (64, 2), dtype=torch.int32)
     ids[ids == 2] = 4
     ids[torch.rand(64, 2) < 0.1] = -1
     ids[7] = -1
-    check(ids, 7, 64, 192, tiles, (1, 1), None, grid)
+    check(ids, 7, 64, 192, tiles, (1, 1), None, grid, staged)
 
 
+@pytest.mark.parametrize("staged", [None, "all"])
 @pytest.mark.parametrize("tiles", [1, 4])
-def test_all_tokens_to_one_expert(tiles):
-    check(torch.full((33, 1), 2, dtype=torch.int32), 4, 64, 128, tiles, (2, 1), None)
+def test_all_tokens_to_one_expert(tiles, staged):
+    ids = torch.full((33, 1), 2, dtype=torch.int32)
+    check(ids, 4, 64, 128, tiles, (2, 1), None, staged=staged)
 
 
-def test_more_blocks_than_one_look_covers():
+@pytest.mark.parametrize("staged", [None, "all"])
+def test_more_blocks_than_one_look_covers(staged):
     """Forty blocks: the last expert's begin in one window of 32 and end in the next."""
     ids = torch.full((300, 1), 1, dtype=torch.int32)
     ids[:6, 0] = torch.arange(6, dtype=torch.int32) % 2 * 3 - 1
     ids[6:40] = 0
-    check(ids, 3, 128, 128, 1, (2, 2), None)
+    check(ids, 3, 128, 128, 1, (2, 2), None, staged=staged)
 
 
-def test_no_slot_has_an_expert():
-    check(torch.full((5, 2), -1, dtype=torch.int32), 3, 64, 64, 1, (1, 1), None, (2, 2))
+@pytest.mark.parametrize(("width", "staged"), [(64, None), (64, "all"), (1280, "ring")])
+def test_no_slot_has_an_expert(width, staged):
+    ids = torch.full((5, 2), -1, dtype=torch.int32)
+    check(ids, 3, 64, width, 1, (1, 1), None, (2, 2), staged)
 
 
 def test_the_same_bits_in_any_block():
@@ -118,9 +164,9 @@ def test_the_same_bits_in_any_block():
     records, outer, _ = matrices(3, 128, 128)
     x, routed = torch.randn(4, 128).bfloat16(), torch.ones(4, 2)
     found = []
-    for grid, tiles in (((1, 1), 1), ((3, 1), 2), ((2, 2), 1)):
+    for grid, tiles, staged in (((1, 1), 1, 0), ((3, 1), 2, 0), ((2, 2), 1, 0), ((3, 1), 2, 128)):
         lists = align(ids, 8 * tiles, 3, return_inactive_prefix_count=True)
-        shape = Shape(True, 64, 128, 2, tiles, 2)
+        shape = Shape(True, 64, 128, 2, tiles, 2, staged)
         found.append(emulate(shape, x, records, outer, routed, lists, 8, 1e9, *grid))
     assert all(torch.equal(found[0], other) for other in found[1:])
 

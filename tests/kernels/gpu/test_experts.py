@@ -7,6 +7,7 @@ sum |SwiGLU| |w2|.
 """
 
 import functools
+from dataclasses import replace
 
 import pytest
 import torch
@@ -17,7 +18,7 @@ if torch.cuda.get_device_capability() < (9, 0):
     pytest.skip("needs sm_90 or later", allow_module_level=True)
 
 from sglang_dsv4.kernels.experts import grouped
-from sglang_dsv4.kernels.experts.product import Shape
+from sglang_dsv4.kernels.experts.shape import CHUNK, PLACES, Shape
 from sglang_dsv4.kernels.linear.records import pack_records
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 from sglang_dsv4.kernels.reference.swiglu import clamped_swiglu
@@ -75,8 +76,72 @@ def check(made, x, routed, ids, limit, found):
         assert (error <= wanted.abs() * 2.0**-8 + (2.0**-8 + 2.0**-10) * size).all()
 
 
+TOKENS = (1, 3, 4, 5, 8, 9, 16, 17, 63, 64, 65, 127, 128, 129, 255, 256, 257)
+FORMS = [0, "all", "ring"]
+"""Activations that are not staged, all columns of them, or a ring of chunks."""
+
+
+def form(shape: Shape, staged) -> Shape:
+    """The shape with that form of staging, or skips the test where there is none."""
+    columns = {0: 0, "all": shape.inputs, "ring": PLACES * CHUNK}[staged]
+    made = replace(shape, staged=columns)
+    if staged == "ring" and not (shape.can_go_round and made.goes_round):
+        pytest.skip("too few columns for a ring")
+    if not grouped.resident_blocks(made, grouped.current_arch()):
+        pytest.skip("takes more shared memory than there is")
+    return made
+
+
+def both(made, shapes, x, routed, ids, limit):
+    """Both launches by given shapes, into NaN: [T, k, D]."""
+    (w13, outer13, _), (w2, outer2, _) = made
+    lists = grouped.slot_lists(ids, shapes[0].slots, len(w13))
+    hidden, out = (
+        torch.full((ids.numel(), shape.outputs), float("nan"), device="cuda").bfloat16()
+        for shape in shapes
+    )
+    bound = float("inf") if limit is None else limit
+    grouped.launch(shapes[0], x, w13, outer13, routed, lists, hidden, bound)
+    grouped.launch(shapes[1], hidden, w2, outer2, routed, lists, out, bound)
+    return out.view(*ids.shape, -1)
+
+
+@pytest.mark.parametrize("limit", [None, 10.0])
+@pytest.mark.parametrize("tokens", TOKENS)
+@pytest.mark.parametrize("tiles", [2, 4])
+@pytest.mark.parametrize("staged", FORMS)
+def test_staged(staged, tiles, tokens, limit):
+    """Each form on tokens drawn at random, all of one expert, and without an expert."""
+    made = layer(16, 4096, 2048)
+    gate_up = form(Shape(True, 2048, 4096, 6, tiles, 1), staged)
+    down = form(Shape(False, 4096, 2048, 6, tiles, 1), staged)
+    x = torch.randn(tokens, 4096, device="cuda").bfloat16()
+    routed = torch.rand(tokens, 6, device="cuda")
+    several = choices(tokens, 6, 16)
+    for ids in (several, torch.full_like(several, 11), torch.full_like(several, -1)):
+        there = x.clone()
+        there[(ids < 0).all(dim=1)] = float("nan")
+        found = both(made, (gate_up, down), there, routed, ids, limit)
+        check(made, there, routed, ids, limit, found)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tiles", [2, 4])
+@pytest.mark.parametrize("staged", FORMS)
+def test_a_thousand_times_the_same_bits_staged(staged, tiles):
+    made = layer(16, 4096, 2048)
+    gate_up = form(Shape(True, 2048, 4096, 6, tiles, 1), staged)
+    down = form(Shape(False, 4096, 2048, 6, tiles, 1), staged)
+    x, ids = torch.randn(129, 4096, device="cuda").bfloat16(), choices(129, 6, 16)
+    routed = torch.rand(129, 6, device="cuda")
+    plain = (replace(gate_up, staged=0), replace(down, staged=0))
+    first = both(made, plain, x, routed, ids, 10.0)
+    for _ in range(1000):
+        assert torch.equal(both(made, (gate_up, down), x, routed, ids, 10.0), first)
+
+
 @pytest.mark.parametrize("limit", [None, 1.0])
-@pytest.mark.parametrize("tokens", [1, 3, 8, 33, 64, 200])
+@pytest.mark.parametrize("tokens", [*TOKENS, 33, 200])
 @pytest.mark.parametrize("shape", SHAPES)
 def test_experts(shape, tokens, limit):
     made = layer(*shape)
@@ -96,27 +161,25 @@ def test_one_expert_for_all(tokens, expert):
     check(made, x, routed, ids, None, call(made, x, routed, ids, None))
 
 
+@pytest.mark.parametrize("staged", [0, "all"])
 @pytest.mark.parametrize("tiles", [1, 2, 4])
 @pytest.mark.parametrize("split", [1, 2, 4, 8])
-def test_every_launch(tiles, split):
+def test_every_launch(tiles, split, staged):
     """Bits depend on the split alone, which orders the sum."""
     made = layer(16, 4096, 2048)
     x, ids = torch.randn(60, 4096, device="cuda").bfloat16(), choices(60, 6, 16)
     routed = torch.rand(60, 6, device="cuda")
     found = []
-    for each in (tiles, 1):
-        shapes = (Shape(True, 2048, 4096, 6, each, split), Shape(False, 4096, 2048, 6, each, split))
-        lists = grouped.slot_lists(ids, shapes[0].slots, 16)
-        hidden, out = (torch.full((360, n), float("nan")).cuda().bfloat16() for n in (2048, 4096))
-        grouped.launch(shapes[0], x, *made[0][:2], routed, lists, hidden, 10.0)
-        grouped.launch(shapes[1], hidden, *made[1][:2], routed, lists, out, 10.0)
-        found.append(out.view(60, 6, 4096))
+    for each, how in ((tiles, staged), (1, 0)):
+        gate_up = form(Shape(True, 2048, 4096, 6, each, split), how)
+        down = form(Shape(False, 4096, 2048, 6, each, split), how)
+        found.append(both(made, (gate_up, down), x, routed, ids, 10.0))
     check(made, x, routed, ids, 10.0, found[0])
     assert torch.equal(*found)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("tokens", [1, 64])
+@pytest.mark.parametrize("tokens", [1, 64, 256])
 def test_a_thousand_times_the_same_bits(tokens):
     made = layer(16, 4096, 2048)
     x, ids = torch.randn(tokens, 4096, device="cuda").bfloat16(), choices(tokens, 6, 16)
