@@ -32,8 +32,8 @@ def table_row(operands: Operands, position: Int64) -> Int64:
 def load_angles(row: Int64, dim: Any, pairs: int, angles: Any) -> None:
     """Start the loads of the cosines, then the sines, of 2 or 4 neighbouring pairs.
 
-    dim: the first of the pairs' dims, a multiple of their number; for NoPE dims the angles are
-    some pairs', which `turn_back` leaves out. angles: 2 x pairs float32 registers.
+    dim: the first of their dims, a multiple of 2 x pairs; for NoPE dims some pairs' angles, which
+    `turn_back` leaves out. angles: 2 x pairs float32 registers.
     """
     pair = choose(dim < FIRST_DIM, Int32(0), (dim - FIRST_DIM) >> 1)
     load = ptx.global_load_f32x4 if pairs == 4 else ptx.global_load_f32x2

@@ -112,7 +112,7 @@ def _words(half: int, h: int, i: int, sums: Any, gain: Float32, quad: Int32, ang
     if angles is not None:
         first = 4 * (i - FIRST_ROPED)
         pairs = [
-            turn_pair(*pair, angles[first + u], angles[PAIRS + first + u])
+            turn_pair(pair[0], pair[1], angles[first + u], angles[PAIRS + first + u])
             for u, pair in enumerate(pairs)
         ]
     w = _transpose([ptx.pack_bf16x2(*pair) for pair in pairs], Uint32, quad)
