@@ -17,7 +17,7 @@ memory, all its items are in turn.
   from L1 or global memory to registers, or from shared memory where all warps stage them there
   (`staging`). As soon as half a record is multiplied, the same half of the next record takes its
   registers; at the end of an item that of the next item's rows, unless they are staged. There is
-  one block-wide barrier for each further block of slots that is staged, no other.
+  one block-wide barrier when staging begins and one for each further block that stays.
 - What the next item needs of the lists is loaded an item ahead, what tells its block two ahead.
 
 The gate and up launch waits for the kernel before it at once, as that makes the lists. The down
