@@ -8,13 +8,16 @@ warps, a team, share the columns and add their sums in order: the same bits ever
 An item is a block of slots and the row tiles of a thread block's teams. Thread blocks are as many
 as the GPU holds, each with a contiguous range of items: its rows of activations stay in L1, and the
 ring of weights goes on from one item to the next. Blocks of slots of one expert take turns in each
-row tile, so that all but the first find its weights in L2.
+row tile, so that all but the first find its weights in L2; where a block of slots stays in shared
+memory, all its items are in turn.
 
 - Weights: each warp has a ring of its own in shared memory, filled by bulk copies that its first
-  lane asks for, and waited for on its own barriers. No block-wide barrier.
+  lane asks for, and waited for on its own barriers.
 - Activations: a lane's part of a row of 64 columns is contiguous (see `records`), two 16-byte loads
-  from L1 or global memory to registers. As soon as half a record is multiplied, the same half of
-  the next record takes its registers, at the end of an item that of the next item's rows.
+  from L1 or global memory to registers, or from shared memory where all warps stage them there
+  (`staging`). As soon as half a record is multiplied, the same half of the next record takes its
+  registers; at the end of an item that of the next item's rows, unless they are staged. There is
+  one block-wide barrier when staging begins and one for each further block that stays.
 - What the next item needs of the lists is loaded an item ahead, what tells its block two ahead.
 
 The gate and up launch waits for the kernel before it at once, as that makes the lists. The down
@@ -23,7 +26,9 @@ its first weights, and waits only then. It reads the lists past L1, since nothin
 what L1 holds before that wait.
 
 SASS of the loop for each record (sm_90a, ptxas 13.4): 75 instructions with one token tile, 81 to 87
-with two, 98 to 103 with four. Compiled and emulated, not run.
+with two, 97 to 103 with four; staged whole 82 with two, 92 with four; by a ring 111 and 136, of
+which what gives back and asks for a chunk runs at every second stage only. Run on an H200 without
+staging (82 tests passed); with staging compiled and emulated, not run.
 """
 
 from typing import Any, NamedTuple

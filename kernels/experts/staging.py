@@ -11,6 +11,8 @@ reads columns 16 t .. 16 t + 15 of a record of slots g, g + 8 ...
   chunk's second mbarrier when it has read it. At the end of chunk q each warp asks for its part of
   chunk q + PLACES - 1, once all warps have read chunk q - 1, whose place that takes: so warps are
   up to a chunk apart without waiting.
+
+Compiled and emulated, not run.
 """
 
 from typing import Any

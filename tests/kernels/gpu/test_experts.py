@@ -82,14 +82,21 @@ FORMS = [0, "all", "ring"]
 
 
 def form(shape: Shape, staged) -> Shape:
-    """The shape with that form of staging, or skips the test where there is none."""
+    """The shape with that form of staging, or with none where it does not fit."""
     columns = {0: 0, "all": shape.inputs, "ring": PLACES * CHUNK}[staged]
     made = replace(shape, staged=columns)
-    if staged == "ring" and not (shape.can_go_round and made.goes_round):
-        pytest.skip("too few columns for a ring")
-    if not grouped.resident_blocks(made, grouped.current_arch()):
+    can = staged != "ring" or (shape.can_go_round and made.goes_round)
+    fits = can and grouped.resident_blocks(made, grouped.current_arch())
+    return made if fits else shape
+
+
+def forms(tiles: int, split: int, staged) -> tuple[Shape, Shape]:
+    """Both launches of V4-Flash's experts; skips the test where neither has that form."""
+    gate_up = form(Shape(True, 2048, 4096, 6, tiles, split), staged)
+    down = form(Shape(False, 4096, 2048, 6, tiles, split), staged)
+    if staged and not gate_up.staged and not down.staged:
         pytest.skip("takes more shared memory than there is")
-    return made
+    return gate_up, down
 
 
 def both(made, shapes, x, routed, ids, limit):
@@ -113,8 +120,7 @@ def both(made, shapes, x, routed, ids, limit):
 def test_staged(staged, tiles, tokens, limit):
     """Each form on tokens drawn at random, all of one expert, and without an expert."""
     made = layer(16, 4096, 2048)
-    gate_up = form(Shape(True, 2048, 4096, 6, tiles, 1), staged)
-    down = form(Shape(False, 4096, 2048, 6, tiles, 1), staged)
+    gate_up, down = forms(tiles, 1, staged)
     x = torch.randn(tokens, 4096, device="cuda").bfloat16()
     routed = torch.rand(tokens, 6, device="cuda")
     several = choices(tokens, 6, 16)
@@ -130,8 +136,7 @@ def test_staged(staged, tiles, tokens, limit):
 @pytest.mark.parametrize("staged", FORMS)
 def test_a_thousand_times_the_same_bits_staged(staged, tiles):
     made = layer(16, 4096, 2048)
-    gate_up = form(Shape(True, 2048, 4096, 6, tiles, 1), staged)
-    down = form(Shape(False, 4096, 2048, 6, tiles, 1), staged)
+    gate_up, down = forms(tiles, 1, staged)
     x, ids = torch.randn(129, 4096, device="cuda").bfloat16(), choices(129, 6, 16)
     routed = torch.rand(129, 6, device="cuda")
     plain = (replace(gate_up, staged=0), replace(down, staged=0))
@@ -171,9 +176,7 @@ def test_every_launch(tiles, split, staged):
     routed = torch.rand(60, 6, device="cuda")
     found = []
     for each, how in ((tiles, staged), (1, 0)):
-        gate_up = form(Shape(True, 2048, 4096, 6, each, split), how)
-        down = form(Shape(False, 4096, 2048, 6, each, split), how)
-        found.append(both(made, (gate_up, down), x, routed, ids, 10.0))
+        found.append(both(made, forms(each, split, how), x, routed, ids, 10.0))
     check(made, x, routed, ids, 10.0, found[0])
     assert torch.equal(*found)
 
