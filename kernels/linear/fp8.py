@@ -14,8 +14,6 @@ from torch import Tensor
 
 from sglang_dsv4.kernels.linear.fp8_rows import quantize_rows
 
-FP8_OUTER = 8.0
-"""What a widened e4m3 weight is to be multiplied by, beside ``scale_2``."""
 FP8_TOKENS = 512
 """Above it a layer multiplies in FP8 where that is chosen: larger than any decode batch of
 SGLang's defaults. Not timed."""

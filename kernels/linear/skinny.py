@@ -25,7 +25,6 @@ from typing import Any
 import cutlass
 import cutlass.memory
 import torch
-import torch.nn.functional as F
 from cutlass import BFloat16, Float32, Int32, Int64, Uint8, cute
 from cutlass.cute.runtime import make_fake_tensor
 from torch import Tensor
@@ -47,7 +46,7 @@ from sglang_dsv4.kernels.linear.skinny_plan import (
     skinny_plan,
 )
 from sglang_dsv4.kernels.linear.stream import BATCH, CHUNK, UNDO, Stream
-from sglang_dsv4.kernels.linear.widen import widen
+from sglang_dsv4.kernels.linear.widen import DIVISOR, widen
 from sglang_dsv4.kernels.operands import aligned_rows, fake_compact
 
 MOST_TOKENS = 64
@@ -323,12 +322,18 @@ def launch(
 
 
 def records_linear(
-    x: Tensor, records: Tensor, scale_2: Tensor, out_features: int, arrived: Tensor
+    x: Tensor, records: Tensor, scale_2: Tensor, outer: float, out_features: int, arrived: Tensor
 ) -> Tensor:
-    """x W^T for any number of tokens: from 65 on the weight is widened first.
+    """x W^T for any number of tokens: from 65 on the weight is widened first, exactly.
 
-    Args, returns: as ``skinny_linear``.
+    Args, returns: as ``skinny_linear``; outer: the number in ``scale_2``, for the host.
     """
     if x.shape[0] <= MOST_TOKENS:
         return skinny_linear(x, records, scale_2, out_features, arrived)
-    return F.linear(x, widen(records, scale_2, out_features, x.shape[1]))
+    shape = (1, out_features, x.shape[1])
+    weight = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
+    widen(records[None], 0, weight)
+    out = torch.empty((x.shape[0], out_features), dtype=x.dtype, device=x.device)
+    # beta 0: what ``out`` holds is not read. alpha multiplies the float32 sums.
+    scale = outer * DIVISOR[weight.dtype]
+    return torch.addmm(out, x, weight[0].t(), beta=0, alpha=scale, out=out)

@@ -12,10 +12,8 @@ import torch
 
 from sglang_dsv4.errors import UnsupportedError
 from sglang_dsv4.kernels.experts.grouped import experts_decode, prepare
-from sglang_dsv4.kernels.linear.fp8 import FP8_OUTER
 from sglang_dsv4.kernels.linear.records import COLUMNS, ROWS, pack_records
-from sglang_dsv4.kernels.linear.stream import UNDO
-from sglang_dsv4.kernels.linear.widen import widen_experts
+from sglang_dsv4.kernels.linear.widen import DIVISOR, widen
 from sglang_dsv4.layers.expert_products import Source
 from sglang_dsv4.layers.experts_prefill import ROWS_WORTH, products, worthwhile
 from sglang_dsv4.layers.nvfp4_linear import replace_parameters
@@ -31,12 +29,12 @@ def source(records: torch.Tensor, outer: torch.Tensor, fp8: bool = False) -> Sou
     Args: records: uint8 [E, out / 16, in / 64, 576]; outer: float32 [E].
     """
     experts, down, across = records.shape[:3]
-    undo = FP8_OUTER if fp8 else UNDO
+    undo = DIVISOR[torch.float8_e4m3fn if fp8 else torch.bfloat16]
 
-    def widen(out: torch.Tensor, first: int) -> None:
-        widen_experts(records, first, out, 1.0 / undo)
+    def widen_part(out: torch.Tensor, first: int) -> None:
+        widen(records, first, out)
 
-    return Source(experts, down * ROWS, across * COLUMNS, outer, undo, widen)
+    return Source(experts, down * ROWS, across * COLUMNS, outer, undo, widen_part)
 
 
 def _matrices(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

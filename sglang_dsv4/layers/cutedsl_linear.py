@@ -8,7 +8,7 @@ from typing import Any
 
 import torch
 
-from sglang_dsv4.kernels.linear.fp8 import FP8_OUTER, FP8_TOKENS, fp8_product, takes
+from sglang_dsv4.kernels.linear.fp8 import FP8_TOKENS, fp8_product, takes
 from sglang_dsv4.kernels.linear.records import pack_records
 from sglang_dsv4.kernels.linear.skinny import (
     MOST_TOKENS,
@@ -16,7 +16,7 @@ from sglang_dsv4.kernels.linear.skinny import (
     planned_tokens,
     records_linear,
 )
-from sglang_dsv4.kernels.linear.widen import widen_experts
+from sglang_dsv4.kernels.linear.widen import DIVISOR, widen
 from sglang_dsv4.layers.nvfp4_linear import Nvfp4LinearMethod, replace_parameters
 
 
@@ -43,6 +43,7 @@ class CuteLinearMethod(Nvfp4LinearMethod):
         weight = pack_records(layer.weight.data, layer.weight_scale.data)
         outer = layer.weight_scale_2.data.max().reshape(1)
         replace_parameters(layer, weight=weight, weight_scale_2=outer)
+        layer.outer = float(outer)
         layer.arrived = counters(layer.rows, weight.device)
         if weight.is_cuda:
             self._compile(layer)
@@ -61,16 +62,15 @@ class CuteLinearMethod(Nvfp4LinearMethod):
         if self.fp8 and takes(len(rows), layer.rows):
             out = self._fp8(layer, rows)
         else:
-            out = records_linear(
-                rows, layer.weight, layer.weight_scale_2, layer.rows, layer.arrived
-            )
+            held = (layer.weight, layer.weight_scale_2, layer.outer)
+            out = records_linear(rows, *held, layer.rows, layer.arrived)
         out = out.unflatten(0, x.shape[:-1])
         return out if bias is None else out + bias
 
     def _fp8(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         if x.stride(-1) != 1:
             x = x.contiguous()
-        shape = (1, layer.rows, x.shape[1])
-        weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
-        widen_experts(layer.weight[None], 0, weight, 1.0 / FP8_OUTER)
-        return fp8_product(x, weight[0], layer.weight_scale_2 * FP8_OUTER)
+        dtype = torch.float8_e4m3fn
+        weight = torch.empty((1, layer.rows, x.shape[1]), dtype=dtype, device=x.device)
+        widen(layer.weight[None], 0, weight)
+        return fp8_product(x, weight[0], layer.weight_scale_2 * DIVISOR[dtype])

@@ -7,31 +7,32 @@ from records_emulation import RecordDevice, RecordInstructions
 
 from sglang_dsv4.kernels.linear import widen
 from sglang_dsv4.kernels.linear.records import pack_records
+from sglang_dsv4.kernels.reference.fp8 import widen_weight
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 
 CODES = {torch.bfloat16: torch.int16, torch.float8_e4m3fn: torch.uint8}
 
 
-def emulate(shape, records, scale_2, factor, rows, width, tiles=1):
+def emulate(dtype, records, rows, width, tiles=1):
     """Widened matrices [n, rows, width]; what lies behind them must stay as it was."""
     device = RecordDevice(1 << 22)
     names = device.load(widen)
     kinds = {2: np.uint16, 1: np.uint8}
-    kind = kinds[shape.dtype.itemsize]
-    operands = [device.tensor(records.numpy()), device.tensor(np.array([scale_2], np.float32))]
+    kind = kinds[dtype.itemsize]
+    packed = device.tensor(records.numpy())
     out = device.tensor(np.full((len(records) + 1, rows, width), 0x55, kind))
     matrices, down, across = records.shape[:3]
     warps = -(-down // tiles) * -(-across // widen.RECORDS)
     device.launch(
-        lambda: names["Widen"](shape).kernel(*operands, np.float32(factor), out, np.int32(tiles)),
+        lambda: names["Widen"](dtype).kernel(packed, out, np.int32(tiles)),
         (-(-warps // widen.WARPS), matrices, 1),
         widen.THREADS,
         0,
     )
     bits = out.read()
     assert (bits[-1] == 0x55).all()
-    integers = torch.from_numpy(bits[:-1].astype(np.int32)).to(CODES[shape.dtype])
-    return integers.view(shape.dtype)
+    integers = torch.from_numpy(bits[:-1].astype(np.int32)).to(CODES[dtype])
+    return integers.view(dtype)
 
 
 def weights(count, rows, width):
@@ -53,34 +54,19 @@ SIZES = [(1, 1, 16), (1, 17, 80), (2, 35, 2112), (3, 100, 208), (1, 128, 128)]
 @pytest.mark.parametrize(("count", "rows", "width"), SIZES)
 def test_values_over_128_are_exact(count, rows, width, tiles):
     weight, scale = weights(count, rows, width)
-    shape = widen.WidenShape(torch.bfloat16, True, False)
-    found = emulate(shape, pack_records(weight, scale), 9.0, 1.0, rows, width, tiles)
+    found = emulate(torch.bfloat16, pack_records(weight, scale), rows, width, tiles)
     wanted = torch.stack(
         [dequantize_weight(w, s, torch.tensor(2.0**-7)) for w, s in zip(weight, scale, strict=True)]
     )
     assert_same_bits(found, wanted.bfloat16())
 
 
-def test_scaled_values_are_rounded_once():
-    weight, scale = weights(1, 17, 80)
-    shape = widen.WidenShape(torch.bfloat16, False, True)
-    found = emulate(shape, pack_records(weight, scale), 0.37, 128.0, 17, 80)[0]
-    exact = dequantize_weight(weight[0], scale[0], torch.tensor(1.0))
-    assert_same_bits(found, (exact * torch.tensor(0.37)).bfloat16())
-
-
 @pytest.mark.parametrize("tiles", [1, 3, 4])
 @pytest.mark.parametrize(("count", "rows", "width"), [(2, 16, 64), *SIZES])
-def test_e4m3_rounds_and_saturates(count, rows, width, tiles):
+def test_e4m3_is_rounded_once(count, rows, width, tiles):
     weight, scale = weights(count, rows, width)
-    shape = widen.WidenShape(torch.float8_e4m3fn, False, False)
-    factor = 0.5
-    found = emulate(shape, pack_records(weight, scale), 9.0, factor * 2.0**7, rows, width, tiles)
-    wanted = torch.stack(
-        [dequantize_weight(w, s, torch.tensor(factor)) for w, s in zip(weight, scale, strict=True)]
-    )
-    assert rows * width < 1024 or (wanted.abs() > 448).any()
-    assert_same_bits(found, wanted.clamp(-448, 448).to(torch.float8_e4m3fn))
+    found = emulate(torch.float8_e4m3fn, pack_records(weight, scale), rows, width, tiles)
+    assert_same_bits(found, widen_weight(weight, scale))
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float8_e4m3fn])
@@ -97,8 +83,7 @@ def test_each_store_fills_four_lines(dtype, monkeypatch):
 
     monkeypatch.setattr(RecordInstructions, "store_u32x4_if", recorded)
     weight, scale = weights(1, 32, 256)
-    shape = widen.WidenShape(dtype, False, False)
-    emulate(shape, pack_records(weight, scale), 9.0, 1.0, 32, 256, 2)
+    emulate(dtype, pack_records(weight, scale), 32, 256, 2)
     assert len(stores) == 32 * 256 * dtype.itemsize // 512
     assert all(lines.tolist() == [8] * 4 for lines in stores)
 

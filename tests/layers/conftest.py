@@ -56,13 +56,15 @@ def marlin_repack(monkeypatch):
     )
 
 
-def widen_records(records: torch.Tensor, first: int, out: torch.Tensor, factor: float) -> None:
-    """``widen_experts`` in plain torch."""
+def widen_records(records: torch.Tensor, first: int, out: torch.Tensor) -> None:
+    """``widen`` in plain torch."""
     from sglang_dsv4.kernels.linear.records import unpack_records
+    from sglang_dsv4.kernels.linear.widen import DIVISOR
     from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 
     codes = unpack_records(records[first : first + len(out)], *out.shape[1:])
-    out.copy_(dequantize_weight(*codes, torch.full((len(out),), factor)).to(out.dtype))
+    factor = torch.full((len(out),), 1.0 / DIVISOR[out.dtype])
+    out.copy_(dequantize_weight(*codes, factor).to(out.dtype))
 
 
 def nvfp4(*shape: int) -> tuple[torch.Tensor, torch.Tensor]:

@@ -120,7 +120,7 @@ def test_widened_weights_times_what_they_lack_are_the_checkpoints(monkeypatch, f
     weight, scale = nvfp4(3, 64, 128)
     outer = torch.tensor([2.0**-9, 2.0**-3, 1.0])
     records = pack_records(weight, scale)
-    monkeypatch.setattr(cutedsl_experts, "widen_experts", widen_records)
+    monkeypatch.setattr(cutedsl_experts, "widen", widen_records)
     made = cutedsl_experts.source(records, outer, fp8)
     out = torch.empty(2, 64, 128, dtype=torch.float8_e4m3fn if fp8 else torch.bfloat16)
     made.widen(out, 1)
@@ -141,6 +141,7 @@ def test_a_large_batch_of_a_linear_layer_in_fp8(monkeypatch, tokens, out, fp8):
     layer, method = torch.nn.Module(), CuteLinearMethod(fp8=True)
     layer.rows, layer.arrived = out, None
     layer.weight, layer.weight_scale_2 = pack_records(weight, scale), torch.tensor([2.0**-6])
+    layer.outer = 2.0**-6
     x = torch.randn(80, tokens, dtype=torch.bfloat16).T
     calls = []
 
@@ -155,7 +156,7 @@ def test_a_large_batch_of_a_linear_layer_in_fp8(monkeypatch, tokens, out, fp8):
         calls.append("bfloat16")
         return rows[:, :1].expand(-1, out)
 
-    monkeypatch.setattr(cutedsl_linear, "widen_experts", widen_records)
+    monkeypatch.setattr(cutedsl_linear, "widen", widen_records)
     monkeypatch.setattr(cutedsl_linear, "fp8_product", product)
     monkeypatch.setattr(cutedsl_linear, "records_linear", linear)
     assert method.apply(layer, x).shape == (tokens, out)
@@ -179,8 +180,9 @@ def test_a_linear_layer(monkeypatch, out, width, bias):
     method.process_weights_after_loading(layer)
     assert {name for name, _ in layer.named_parameters()} == {"weight", "weight_scale_2"}
 
-    def linear(x, records, scale_2, rows, arrived):
+    def linear(x, records, scale_2, outer, rows, arrived):
         assert arrived is layer.arrived and arrived.numel() >= records.shape[0]
+        assert outer == scale_2.item() == 0.25
         dense = dequantize_weight(*unpack_records(records, rows, x.shape[1]), scale_2)
         return x @ dense.T
 
@@ -217,7 +219,7 @@ def test_a_linear_layer_loads_under_a_bfloat16_default(bfloat16_default, monkeyp
     assert layer.arrived.dtype == torch.int32
     calls = []
 
-    def linear(x, records, scale_2, rows, arrived):
+    def linear(x, records, scale_2, outer, rows, arrived):
         calls.append((len(x), x.dtype, scale_2.dtype))
         return x.new_zeros(len(x), rows)
 
@@ -226,7 +228,7 @@ def test_a_linear_layer_loads_under_a_bfloat16_default(bfloat16_default, monkeyp
         return x.new_zeros(len(x), len(dense))
 
     monkeypatch.setattr(cutedsl_linear, "planned_tokens", lambda records, inputs: (1, 64))
-    monkeypatch.setattr(cutedsl_linear, "widen_experts", widen_records)
+    monkeypatch.setattr(cutedsl_linear, "widen", widen_records)
     monkeypatch.setattr(cutedsl_linear, "records_linear", linear)
     monkeypatch.setattr(cutedsl_linear, "fp8_product", product)
     method._compile(layer)

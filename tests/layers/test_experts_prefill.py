@@ -35,7 +35,7 @@ def module(monkeypatch):
     round_to_bfloat16_as_torch(monkeypatch)
     monkeypatch.setattr(InterpreterBuilder, "create_dot", dot)
     monkeypatch.setattr(fused_moe_triton, "moe_align_block_size", align)
-    monkeypatch.setattr(cutedsl_experts, "widen_experts", widen_records)
+    monkeypatch.setattr(cutedsl_experts, "widen", widen_records)
     helpers = ("kernels.linear.fp8_rows", "layers.expert_products")
     helpers = [f"sglang_dsv4.{name}" for name in helpers]
     module = interpreted("sglang_dsv4.layers.experts_prefill", monkeypatch, *helpers)

@@ -19,7 +19,7 @@ if torch.cuda.get_device_capability() != (9, 0):
 from sglang_dsv4.kernels.linear import fp8
 from sglang_dsv4.kernels.linear.fp8_rows import quantize_rows
 from sglang_dsv4.kernels.linear.records import pack_records
-from sglang_dsv4.kernels.linear.widen import widen_experts
+from sglang_dsv4.kernels.linear.widen import DIVISOR, widen
 from sglang_dsv4.kernels.reference import fp8 as reference
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight, pack_nibbles
 from sglang_dsv4.kernels.reference.swiglu import clamped_swiglu
@@ -39,10 +39,10 @@ def nvfp4(*shape: int, lowest: int = -3, highest: int = 3) -> tuple[torch.Tensor
 
 
 def widen_fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
-    """A weight uint8 [out, in / 2] through records to e4m3 [out, in], over ``FP8_OUTER``."""
+    """A weight uint8 [out, in / 2] through records to e4m3 [out, in], over its ``DIVISOR``."""
     shape = (1, weight.shape[0], 2 * weight.shape[1])
     out = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
-    widen_experts(pack_records(weight, scale)[None], 0, out, 1.0 / fp8.FP8_OUTER)
+    widen(pack_records(weight, scale)[None], 0, out)
     return out[0]
 
 
@@ -107,7 +107,7 @@ def test_linear(out, width, tokens):
     x[3] = 0
     x[5, 7] = float("nan")
     x[6, 0] = float("inf")
-    found = fp8.fp8_product(x, widen_fp8(weight, scale), scale_2 * fp8.FP8_OUTER)
+    found = fp8.fp8_product(x, widen_fp8(weight, scale), scale_2 * DIVISOR[torch.float8_e4m3fn])
     assert found.shape == (tokens, out) and found.dtype == torch.bfloat16
     assert found[5:7].isnan().all() and not found[3].any()
     sound = torch.ones(tokens, dtype=torch.bool, device="cuda")

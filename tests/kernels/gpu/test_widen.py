@@ -35,37 +35,19 @@ def assert_same_bits(found: torch.Tensor, wanted: torch.Tensor) -> None:
 
 @pytest.mark.parametrize("count", [1, 3, 40])
 @pytest.mark.parametrize(("rows", "width"), SIZES)
-@pytest.mark.parametrize(
-    ("dtype", "factor"),
-    [
-        (torch.bfloat16, 2.0**-7),
-        (torch.bfloat16, 0.37),
-        (torch.float8_e4m3fn, 2.0**-3),
-        (torch.float8_e4m3fn, 1.0),
-    ],
-)
-def test_experts(dtype, factor, rows, width, count):
+@pytest.mark.parametrize("dtype", widen.DIVISOR)
+def test_every_bit(dtype, rows, width, count):
     """40 of the largest give each warp several rows of records, few of the small ones one."""
     weight, scale = weights(count + 2, rows, width)
     records = pack_records(weight, scale)
     memory = torch.full((count + 2, rows, width), 0x55, dtype=torch.uint8, device="cuda")
     memory = memory.repeat_interleave(dtype.itemsize, -1).view(dtype)
     before = memory.clone()
-    widen.widen_experts(records, 1, memory[1:-1], factor)
-    wanted = exact_values(weight[1:-1], scale[1:-1]).mul_(factor)
-    if dtype == torch.float8_e4m3fn:
-        wanted.clamp_(-448, 448)
+    widen.widen(records, 1, memory[1:-1])
+    wanted = exact_values(weight[1:-1], scale[1:-1]) / widen.DIVISOR[dtype]
     assert_same_bits(memory[1:-1], wanted.to(dtype))
     assert_same_bits(memory[0], before[0])
     assert_same_bits(memory[-1], before[-1])
-
-
-@pytest.mark.parametrize(("rows", "width"), SIZES)
-def test_a_linear_weight(rows, width):
-    weight, scale = weights(1, rows, width)
-    scale_2 = torch.tensor([0.37], device="cuda")
-    found = widen.widen(pack_records(weight[0], scale[0]), scale_2, rows, width)
-    assert_same_bits(found, (exact_values(weight[0], scale[0]) * scale_2).bfloat16())
 
 
 def test_under_a_default_dtype_of_bfloat16():
@@ -73,7 +55,7 @@ def test_under_a_default_dtype_of_bfloat16():
     out = torch.empty(1, 16, 64, dtype=torch.bfloat16, device="cuda")
     torch.set_default_dtype(torch.bfloat16)
     try:
-        widen.widen_experts(pack_records(weight, scale), 0, out)
+        widen.widen(pack_records(weight, scale), 0, out)
     finally:
         torch.set_default_dtype(torch.float32)
     assert_same_bits(out, (exact_values(weight, scale) / 128).bfloat16())

@@ -17,10 +17,8 @@ if not torch.cuda.is_available():
 
 from timing import graph_time, memory_rate
 
-from sglang_dsv4.kernels.linear.dense import FP8_OUTER
 from sglang_dsv4.kernels.linear.records import CODE_BYTES, RECORD_BYTES, record_grid
-from sglang_dsv4.kernels.linear.stream import UNDO
-from sglang_dsv4.kernels.linear.widen import widen, widen_experts
+from sglang_dsv4.kernels.linear.widen import DIVISOR, widen
 
 pytestmark = pytest.mark.benchmarks
 
@@ -53,32 +51,18 @@ def copy_time(total: int) -> float:
     return graph_time([functools.partial(target.copy_, source) for source, target in pairs])
 
 
-def cases(count: int, rows: int, width: int):
-    """(name, bytes of an element, call on a set of records with its output)."""
-    one = torch.ones(1, device="cuda")
-
-    def experts(dtype, factor, records):
-        out = torch.empty(count, rows, width, dtype=dtype, device="cuda")
-        return functools.partial(widen_experts, records, 0, out, factor)
-
-    def linear(records):
-        return functools.partial(widen, records[0], one, rows, width)
-
-    yield "bfloat16", 2, functools.partial(experts, torch.bfloat16, 1.0 / UNDO)
-    yield "e4m3", 1, functools.partial(experts, torch.float8_e4m3fn, 1.0 / FP8_OUTER)
-    if count == 1:
-        yield "scaled bfloat16", 2, linear
-
-
 def test_speed(capsys):
     lines = [f"{torch.cuda.get_device_name()}: {memory_rate() / 1e12:.2f} TB/s over 1 GiB"]
     lines.append("experts  rows  columns  to                   us  copy us  % of copy   TB/s")
     for count, rows, width in SIZES:
-        for name, item, call in cases(count, rows, width):
+        for dtype in DIVISOR:
             down, across = record_grid(rows, width)
-            total = count * (down * across * RECORD_BYTES + rows * width * item)
-            sets = range(math.ceil(COLD_BYTES / total))
-            time = graph_time([call(random_records(count, rows, width)) for _ in sets])
+            total = count * (down * across * RECORD_BYTES + rows * width * dtype.itemsize)
+            calls = []
+            for _ in range(math.ceil(COLD_BYTES / total)):
+                out = torch.empty(count, rows, width, dtype=dtype, device="cuda")
+                calls.append(functools.partial(widen, random_records(count, rows, width), 0, out))
+            time, name = graph_time(calls), str(dtype).removeprefix("torch.")
             copied = copy_time(total)
             lines.append(
                 f"{count:>7}{rows:>6}{width:>9}  {name:<16}{time:>8.1f}{copied:>9.1f}"
