@@ -67,7 +67,7 @@ def test_few_tokens(out, width, tokens):
     arrived = skinny.counters(out, x.device)
     for _ in range(2):
         spoil_free_memory()
-        found = skinny.records_linear(x, records, scale_2, out, arrived)
+        found = skinny.records_linear(x, records, scale_2, float(scale_2), out, arrived)
         assert (found.double() - wanted).abs().le(bound).all()
         assert not arrived.any()
 
