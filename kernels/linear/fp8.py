@@ -16,7 +16,7 @@ from sglang_dsv4.kernels.linear.fp8_rows import quantize_rows
 
 FP8_TOKENS = 512
 """Above it a layer multiplies in FP8 where that is chosen: larger than any decode batch of
-SGLang's defaults. Not timed."""
+SGLang's defaults. No other was timed."""
 _ROW_MULTIPLE = 16
 
 

@@ -17,8 +17,8 @@ bfloat16 from load on; four times the weight memory and traffic, hence on a GPU 
 
 Run on a GPU (one H200), every linear and experts shape of V4-Flash and V4-Pro, whole and of a rank
 of eight: cutedsl, cosines of 0.999997 and more to the dequantised weights; marlin, 0.9999 and more.
-A server of the small model on cutedsl gave 43 of 43 golden answers. Compiled and emulated, not run:
-cutedsl on Blackwell. Not run: flashinfer, marlin on other GPUs, dequant on a GPU.
+``tests/e2e`` passes on it, 43 of 43. Compiled and emulated, not run: cutedsl on Blackwell. Not run:
+flashinfer, marlin on other GPUs, dequant on a GPU.
 
 ModelOpt leaves o_a_proj in bfloat16, a batched product; a packed one becomes that on every device.
 """

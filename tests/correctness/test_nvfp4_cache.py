@@ -13,8 +13,12 @@ from torch import Tensor
 pytestmark = pytest.mark.e2e
 
 NAMES = [p["name"] for p in oracle.question_prompts() if p["prompt_len"] < 1600]
-MAX_MEAN_KL = {"bf16": 0.0015, "fp8": 0.0025}
-"""By the precision of large prefill batches; an H200 gave 0.00087 and 0.00180."""
+MAX_MEAN_KL = {"bf16": 0.0015, "fp8": 0.0035}
+"""By the precision of large prefill batches; an H200 gave 0.0010 and 0.0023.
+
+The limit of FP8 is a third of what activations in four bits, for which the model is made, give
+(0.0113, emulated on a CPU, where FP8 gives 0.0027).
+"""
 PRECISIONS = [*MAX_MEAN_KL] if ON_GPU and torch.cuda.get_device_capability() == (9, 0) else ["bf16"]
 
 
