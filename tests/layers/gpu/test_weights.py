@@ -25,6 +25,8 @@ from sglang_dsv4.layers.weight_kernels import weight_kernels
 
 DEFAULT = weight_kernels(torch.cuda.get_device_capability()).linear.value
 HOPPER = DEFAULT == "cutedsl"
+# SGLang compiles its modules on first use, for minutes.
+MARLIN = pytest.param(("marlin", False), marks=pytest.mark.slow)
 # bfloat16 rounding of operands and result (2^-9 each) leaves 1 - cosine below 1e-5, Marlin's outer
 # scale and atomics in bfloat16 more; quantised activations (W4A4) are off by a tenth: 0.1^2 / 2.
 COSINE = {"cutedsl": 0.99999, "marlin": 0.9999, "plain": 0.9999, "flashinfer": 0.99}
@@ -66,7 +68,7 @@ def on_gpu(hf_config):
 
 
 @pytest.fixture(
-    params=[(DEFAULT, False), *([("cutedsl", True), ("marlin", False)] if HOPPER else [])],
+    params=[(DEFAULT, False), *([("cutedsl", True), MARLIN] if HOPPER else [])],
     ids=lambda choice: f"{choice[0]}{' fp8' if choice[1] else ''}",
 )
 def choice(request, monkeypatch) -> tuple[str, bool]:
