@@ -60,9 +60,7 @@ def combine(
     listed = lane < splits
     place = choose(listed, lane, Int32(0))
     out_at = address(operands.part_out) + (Int64(row) * HEAD_DIM + Int64(tid) * 4) * 4
-    position = Int64(0)
-    if cutlass.const_expr(rotated):
-        position = load_position(operands, row // num_heads)
+    position = load_position(operands, row // num_heads, rotated)
     sink = ptx.global_load_f32(address(operands.sinks) + Int64(row % num_heads) * 4)
     share = ptx.global_load_f32(address(operands.part_lse) + (place * pitch + Int64(row)) * 4)
     share = choose(listed, share, Float32(-Float32.inf))

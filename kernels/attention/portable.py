@@ -58,9 +58,8 @@ from sglang_dsv4.kernels.attention.operands import (
     fake_operands,
 )
 from sglang_dsv4.kernels.attention.rotation import (
-    load_angles,
     load_position,
-    table_row,
+    load_written_angles,
     turn_back,
 )
 from sglang_dsv4.kernels.hardware import SHARED_BYTES
@@ -217,9 +216,10 @@ class SparseAttention:
         for step in cutlass.range_constexpr(self.lanes_per_head.bit_length() - 1):
             total = total + ptx.shuffle_xor(total, 1 << step)
         angles = cute.make_rmem_tensor(8, Float32)
-        position = self.load_position(operands, token)
+        rotated = self.shape.lists.rotated
+        position = load_position(operands, token, rotated)
         self.write_gain(peak, total, first_head, token, split, operands, numbers)
-        self.load_angles(angles, operands, numbers, position)
+        load_written_angles(angles, operands, numbers, position, self.written_dim, rotated)
         cute.arch.sync_threads()
         self.stage_output(summed)
         cute.arch.sync_threads()
@@ -536,20 +536,6 @@ class SparseAttention:
     def written_dim(self) -> Int32:
         """The first of the eight dims of each head that this thread writes."""
         return ((self.warp % 2) * 32 + self.lane) * 8
-
-    def load_position(self, operands: Operands, token: Int32) -> Int64:
-        """Start the load of the position by which the output is turned back; 0 where it is not."""
-        return load_position(operands, token) if self.shape.lists.rotated else Int64(0)
-
-    @cute.jit
-    def load_angles(
-        self, angles: Any, operands: Operands, numbers: Numbers, position: Int64
-    ) -> None:
-        """Start the loads of what turns this thread's dims back, where this block writes them."""
-        if cutlass.const_expr(self.shape.lists.rotated):  # noqa: SIM102 (static first)
-            if numbers.splits == 1:
-                row = table_row(operands, position)
-                load_angles(row, self.written_dim(), 4, angles)
 
     @cute.jit
     def write_output(

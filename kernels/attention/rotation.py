@@ -8,19 +8,22 @@ dims by minus its angle; a row of the table holds the cosines of the 32 pairs, t
 from collections.abc import Sequence
 from typing import Any
 
-from cutlass import Float32, Int32, Int64
+import cutlass
+from cutlass import Float32, Int32, Int64, cute
 
 from sglang_dsv4.kernels.attention import instructions as ptx
 from sglang_dsv4.kernels.attention.instructions import address, choose
-from sglang_dsv4.kernels.attention.operands import HEAD_DIM, ROPE_DIM, Operands
+from sglang_dsv4.kernels.attention.operands import HEAD_DIM, ROPE_DIM, Numbers, Operands
 
 FIRST_DIM = HEAD_DIM - ROPE_DIM
 # Bytes from the cosine of a pair to its sine.
 SINE = ROPE_DIM // 2 * 4
 
 
-def load_position(operands: Operands, token: Any) -> Int64:
-    """Start the load of the position of a token's query."""
+def load_position(operands: Operands, token: Any, rotated: bool) -> Int64:
+    """Start the load of the position of a token's query; 0 where nothing is turned back."""
+    if not rotated:
+        return Int64(0)
     return ptx.global_load_i64(address(operands.positions) + Int64(token) * 8)
 
 
@@ -40,6 +43,22 @@ def load_angles(row: Int64, dim: Any, pairs: int, angles: Any) -> None:
     start = row + Int64(pair) * 4
     for i, value in enumerate((*load(start), *load(start + SINE))):
         angles[i] = value
+
+
+@cute.jit
+def load_written_angles(
+    angles: Any,
+    operands: Operands,
+    numbers: Numbers,
+    position: Int64,
+    dim: cutlass.Constexpr,
+    rotated: cutlass.Constexpr,
+) -> None:
+    """`load_angles` of the eight dims from `dim()` on, where a block writes the output itself."""
+    if cutlass.const_expr(rotated):  # noqa: SIM102 (static first)
+        if numbers.splits == 1:
+            row = table_row(operands, position)
+            load_angles(row, dim(), 4, angles)
 
 
 def turn_pair(even: Any, odd: Any, cos: Any, sin: Any) -> list[Float32]:

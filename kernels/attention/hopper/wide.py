@@ -264,9 +264,7 @@ class WideAttention:
             self.load_query(operands, item)
             self.clear(sums)
             self.value_tiles(item.last - item.first, done, sums)
-            position = Int64(0)
-            if cutlass.const_expr(self.rotated):
-                position = load_position(operands, item.token)
+            position = load_position(operands, item.token, self.rotated)
             hopper.named_barrier(2, CONSUMERS)
             for h in cutlass.range_constexpr(2):
                 gains[h] = ptx.shared_load_f32(self.gains + (self.row + 8 * h) * 4)
