@@ -1,4 +1,4 @@
-"""launch/setup.sh before it installs anything: what it refuses, in one sentence."""
+"""launch/setup.sh and test_gpu.sh before they install anything: what they refuse, in a sentence."""
 
 import os
 import subprocess
@@ -77,3 +77,24 @@ def test_an_unknown_purpose_is_refused(tools, tmp_path):
     found = setup(tools, tmp_path / "venv", "all")
     assert found.returncode == 2
     assert "takes 'run' or 'test', found 'all'" in found.stderr
+
+
+@pytest.mark.parametrize(
+    ("arguments", "said"),
+    [
+        (["--soak", "0"], "--soak is '0', wanted a positive whole number."),
+        (["--jobs"], "--jobs is '', wanted a positive whole number."),
+        (["--quick"], "launch/test_gpu.sh takes --soak and --jobs, found '--quick'."),
+        ([], "No NVIDIA GPU was found, wanted one: run it on a machine with one."),
+    ],
+)
+def test_the_gpu_tests_refuse_in_a_sentence(tools, arguments, said):
+    write(tools / "nvidia-smi", "exit 1\n")
+    found = subprocess.run(
+        ["bash", str(ROOT / "launch" / "test_gpu.sh"), *arguments],
+        env={**os.environ, "PATH": f"{tools}:{os.environ['PATH']}"},
+        capture_output=True,
+        text=True,
+        timeout=60,
+    )
+    assert (found.returncode, found.stdout, found.stderr.strip()) == (2, "", said)
