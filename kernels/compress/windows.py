@@ -27,7 +27,10 @@ copy of as many bytes, in the same run; the plan has only the rows that are kept
 
 C4 prefill by blocks an SM: four or five 8.5 to 9.2, six 8.0, seven 8.6. With all 4096 rows in the
 plan, 128 of them kept, rows fell to few units at a distance of 256 and C4 took 17 us (the form
-before 14.7); the distance is 264 since, not yet timed. C128 would need 7.5 us for 80% of the copy.
+before 14.7); the distance is 264 since, not yet timed. C128 would need 7.5 us for 80% of the copy:
+its blocks are all on the GPU at once, so that its time is one chain of dependent steps (sources,
+rows, sums of the block, squares of the cluster, the record) rather than bandwidth; parts of the
+chain were not timed on their own.
 
 Padding windows (slot -1) read indices and norm weights, and nothing else.
 """
