@@ -7,9 +7,7 @@ cd "$(dirname "${BASH_SOURCE[0]}")/.."
 bash launch/setup.sh test
 bin=$(cd "${VENV:-.venv}/bin" && pwd)
 cores=$("$bin/python" -c 'import os; print(len(os.sched_getaffinity(0)))')
-logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
-status=0
+source launch/suites.sh
 
 if [ $# -gt 0 ]; then
     OMP_NUM_THREADS=$cores "$bin/python" -m pytest "$@"
@@ -30,14 +28,6 @@ types() {
     cp -r patches kernels "$tree/sglang_dsv4/"
     (cd "$tree" && "$bin/python" -m mypy --config-file ../../pyproject.toml \
         --python-executable "$bin/python" --cache-dir ../cache -p sglang_dsv4)
-}
-
-# An empty selection (exit status 5) is a failure too: a suite that has lost its tests is not green.
-suite() {
-    local name=$1
-    shift
-    echo "== pytest: $name"
-    "$bin/python" -m pytest "$@" 2>&1 | tee "$logs/$name" || status=1
 }
 
 check "$bin/ruff" check .

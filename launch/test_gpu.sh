@@ -24,16 +24,7 @@ nvidia-smi -L > /dev/null 2>&1 ||
     { echo "No NVIDIA GPU was found, wanted one: run it on a machine with one." >&2; exit 2; }
 bash launch/setup.sh test
 bin=$(cd "${VENV:-.venv}/bin" && pwd)
-logs=$(mktemp -d)
-trap 'rm -rf "$logs"' EXIT
-status=0
-
-suite() {
-    local name=$1
-    shift
-    echo "== $name"
-    "$bin/python" -m pytest -p no:cacheprovider "$@" 2>&1 | tee "$logs/$name" || status=1
-}
+source launch/suites.sh
 
 export OMP_NUM_THREADS=1 SOAK_SECONDS=$soak
 suite kernels -n "$jobs" -m "not slow and not benchmarks" tests/kernels/gpu

@@ -12,8 +12,8 @@ Roofline. Bytes: 0.5625 out * in + 2 T (in + out). Instructions: a record (1024 
 issue slots at 1 to 8 tokens (72 with two rows of records a warp), 35 of them on the half-rate
 integer pipe, so an SM of four schedulers decodes 55 values a clock; 4.8 TB/s over 132 SMs at 1.7
 GHz brings 38. At 64 tokens a record takes 111 slots, 32 of them products; those are the bound, on
-mma.sync's rate. Run on an H200: the same bits in every repetition, cosines to the reference of
-0.999997 and more. On sm_100a and sm_120a compiled, not run.
+mma.sync's rate. Run on an H200: the same bits in every repetition, cosines to the reference above
+0.99999. On sm_100a and sm_120a compiled, not run.
 
 e2m1 * e4m3 has six significant bits and is exact in bfloat16; ``scale_2`` multiplies the float32
 sum.
@@ -332,7 +332,7 @@ def records_linear(
         return skinny_linear(x, records, scale_2, out_features, arrived)
     shape = (1, out_features, x.shape[1])
     weight = torch.empty(shape, dtype=torch.bfloat16, device=x.device)
-    widen(records[None], 0, weight)
+    widen(records[None], weight)
     out = torch.empty((x.shape[0], out_features), dtype=x.dtype, device=x.device)
     # beta 0: what ``out`` holds is not read. alpha multiplies the float32 sums.
     scale = outer * DIVISOR[weight.dtype]

@@ -30,6 +30,7 @@ from sglang_dsv4.kernels.linear import decode
 from sglang_dsv4.kernels.linear.records import CODE_BYTES, COLUMNS, RECORD_BYTES, ROWS
 from sglang_dsv4.kernels.linear.stream import UNDO
 from sglang_dsv4.kernels.operands import fake_compact
+from sglang_dsv4.kernels.reference.fp8 import WEIGHT_SHIFT
 
 WARPS = 8
 THREADS = 32 * WARPS
@@ -45,7 +46,7 @@ ELEMENTS = {torch.bfloat16: BFloat16, torch.float8_e4m3fn: Uint8}
 """What the kernel is told of the output; a byte is a byte."""
 
 
-DIVISOR = {torch.bfloat16: UNDO, torch.float8_e4m3fn: 8.0}
+DIVISOR = {torch.bfloat16: UNDO, torch.float8_e4m3fn: 1.0 / WEIGHT_SHIFT}
 """Elements are values over it: exact in bfloat16; in e4m3 below its 448, as values end at 2688."""
 
 
@@ -197,7 +198,7 @@ def row_tiles(matrices: int, down: int, across: int, sms: int) -> int:
     return max(1, min(MOST_TILES, warps // (sms * BLOCKS * WARPS)))
 
 
-def widen(records: Tensor, first: int, out: Tensor) -> None:
+def widen(records: Tensor, out: Tensor, first: int = 0) -> None:
     """Matrices first, first + 1, ... over ``DIVISOR`` and without ``scale_2``.
 
     Args:

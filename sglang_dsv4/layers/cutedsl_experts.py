@@ -6,6 +6,7 @@
 of every DeepSeek-V4 fits.
 """
 
+import functools
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -30,11 +31,9 @@ def source(records: torch.Tensor, outer: torch.Tensor, fp8: bool = False) -> Sou
     """
     experts, down, across = records.shape[:3]
     undo = DIVISOR[torch.float8_e4m3fn if fp8 else torch.bfloat16]
-
-    def widen_part(out: torch.Tensor, first: int) -> None:
-        widen(records, first, out)
-
-    return Source(experts, down * ROWS, across * COLUMNS, outer, undo, widen_part)
+    return Source(
+        experts, down * ROWS, across * COLUMNS, outer, undo, functools.partial(widen, records)
+    )
 
 
 def _matrices(layer: Any) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor, torch.Tensor]:

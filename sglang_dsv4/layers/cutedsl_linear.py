@@ -72,5 +72,5 @@ class CuteLinearMethod(Nvfp4LinearMethod):
             x = x.contiguous()
         dtype = torch.float8_e4m3fn
         weight = torch.empty((1, layer.rows, x.shape[1]), dtype=dtype, device=x.device)
-        widen(layer.weight[None], 0, weight)
+        widen(layer.weight[None], weight)
         return fp8_product(x, weight[0], layer.weight_scale_2 * DIVISOR[dtype])

@@ -1,5 +1,7 @@
 """The narrow Hopper kernel's own source, lane by lane on the CPU, against the reference."""
 
+from functools import partial
+
 import attention_emulation
 import numpy as np
 import pytest
@@ -143,13 +145,5 @@ def emulate(
     ],
 )
 def test_kernel_source(heads, head_tile, splits, window, comp, comp_page, lengths, sharp, rotated):
-    check_source(
-        lambda *args: emulate(*args, head_tile, splits),
-        heads,
-        window,
-        comp,
-        comp_page,
-        lengths,
-        sharp,
-        rotated=rotated,
-    )
+    emulated = partial(emulate, head_tile=head_tile, splits=splits)
+    check_source(emulated, heads, window, comp, comp_page, lengths, sharp, rotated=rotated)

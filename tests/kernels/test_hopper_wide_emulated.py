@@ -1,5 +1,7 @@
 """The wide Hopper kernel's own source, lane by lane on the CPU, against the reference."""
 
+from functools import partial
+
 import attention_emulation
 import pytest
 from attention_emulation import check_source, list_shape
@@ -32,13 +34,5 @@ def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, rotation
     ],
 )
 def test_kernel_source(heads, splits, blocks, window, comp, comp_page, lengths, sharp, rotated):
-    check_source(
-        lambda *args: emulate(*args, splits, blocks),
-        heads,
-        window,
-        comp,
-        comp_page,
-        lengths,
-        sharp,
-        rotated=rotated,
-    )
+    emulated = partial(emulate, splits=splits, blocks=blocks)
+    check_source(emulated, heads, window, comp, comp_page, lengths, sharp, rotated=rotated)

@@ -1,5 +1,7 @@
 """The solo kernel's own source, lane by lane on the CPU, against the reference."""
 
+from functools import partial
+
 import attention_emulation
 import numpy as np
 import pytest
@@ -89,13 +91,5 @@ def emulate(q, lists, lengths, pools, layouts, sinks, scale, out_scale, rotation
     ],
 )
 def test_kernel_source(heads, splits, window, comp, comp_page, lengths, sharp, rotated):
-    check_source(
-        lambda *args: emulate(*args, splits),
-        heads,
-        window,
-        comp,
-        comp_page,
-        lengths,
-        sharp,
-        rotated=rotated,
-    )
+    emulated = partial(emulate, splits=splits)
+    check_source(emulated, heads, window, comp, comp_page, lengths, sharp, rotated=rotated)

@@ -56,7 +56,7 @@ def marlin_repack(monkeypatch):
     )
 
 
-def widen_records(records: torch.Tensor, first: int, out: torch.Tensor) -> None:
+def widen_records(records: torch.Tensor, out: torch.Tensor, first: int = 0) -> None:
     """``widen`` in plain torch."""
     from sglang_dsv4.kernels.linear.records import unpack_records
     from sglang_dsv4.kernels.linear.widen import DIVISOR

@@ -231,19 +231,7 @@ class WideAttention:
             self.score_tiles(item.last - item.first, done, sums, peak, total, numbers.scale_log2)
             self.finish_softmax(peak, total, gains, item, operands, numbers)
             hopper.named_barrier_arrive(2, CONSUMERS)
-            head = item.first_head + self.row
-            output.write_half(
-                0,
-                sums,
-                gains,
-                self.quad,
-                head,
-                item.row,
-                operands,
-                numbers,
-                False,
-                Int64(0),
-            )
+            self.write_half(0, sums, gains, item, Int64(0), operands, numbers)
             # Every warp has read its scores' Q before a faster one overwrites it.
             hopper.named_barrier(3, WARPGROUP)
             done = done + (item.last - item.first)
@@ -268,20 +256,23 @@ class WideAttention:
             hopper.named_barrier(2, CONSUMERS)
             for h in cutlass.range_constexpr(2):
                 gains[h] = ptx.shared_load_f32(self.gains + (self.row + 8 * h) * 4)
-            head = item.first_head + self.row
-            output.write_half(
-                1,
-                sums,
-                gains,
-                self.quad,
-                head,
-                item.row,
-                operands,
-                numbers,
-                self.rotated,
-                position,
-            )
+            self.write_half(1, sums, gains, item, position, operands, numbers)
             done = done + (item.last - item.first)
+
+    def write_half(
+        self,
+        half: int,
+        sums: Any,
+        gains: Any,
+        item: Item,
+        position: Int64,
+        operands: Operands,
+        numbers: Numbers,
+    ) -> None:
+        """Half of an item's output; position: of its query, for the half that has RoPE dims."""
+        head = item.first_head + self.row
+        where = (self.quad, head, item.row, operands, numbers)
+        output.write_half(half, sums, gains, *where, self.rotated, position)
 
     def clear(self, sums: Any) -> None:
         """Set the accumulators of a part of the output to zero."""

@@ -42,7 +42,7 @@ def widen_fp8(weight: torch.Tensor, scale: torch.Tensor) -> torch.Tensor:
     """A weight uint8 [out, in / 2] through records to e4m3 [out, in], over its ``DIVISOR``."""
     shape = (1, weight.shape[0], 2 * weight.shape[1])
     out = torch.empty(shape, dtype=torch.float8_e4m3fn, device="cuda")
-    widen(pack_records(weight, scale)[None], 0, out)
+    widen(pack_records(weight, scale)[None], out)
     return out[0]
 
 

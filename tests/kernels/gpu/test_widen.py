@@ -43,7 +43,7 @@ def test_every_bit(dtype, rows, width, count):
     memory = torch.full((count + 2, rows, width), 0x55, dtype=torch.uint8, device="cuda")
     memory = memory.repeat_interleave(dtype.itemsize, -1).view(dtype)
     before = memory.clone()
-    widen.widen(records, 1, memory[1:-1])
+    widen.widen(records, memory[1:-1], 1)
     wanted = exact_values(weight[1:-1], scale[1:-1]) / widen.DIVISOR[dtype]
     assert_same_bits(memory[1:-1], wanted.to(dtype))
     assert_same_bits(memory[0], before[0])
@@ -55,7 +55,7 @@ def test_under_a_default_dtype_of_bfloat16():
     out = torch.empty(1, 16, 64, dtype=torch.bfloat16, device="cuda")
     torch.set_default_dtype(torch.bfloat16)
     try:
-        widen.widen(pack_records(weight, scale), 0, out)
+        widen.widen(pack_records(weight, scale), out)
     finally:
         torch.set_default_dtype(torch.float32)
     assert_same_bits(out, (exact_values(weight, scale) / 128).bfloat16())

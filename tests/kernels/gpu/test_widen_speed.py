@@ -61,7 +61,7 @@ def test_speed(capsys):
             calls = []
             for _ in range(math.ceil(COLD_BYTES / total)):
                 out = torch.empty(count, rows, width, dtype=dtype, device="cuda")
-                calls.append(functools.partial(widen, random_records(count, rows, width), 0, out))
+                calls.append(functools.partial(widen, random_records(count, rows, width), out))
             time, name = graph_time(calls), str(dtype).removeprefix("torch.")
             copied = copy_time(total)
             lines.append(
