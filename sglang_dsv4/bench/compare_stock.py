@@ -57,11 +57,16 @@ def workloads(
 ) -> list[Workload]:
     """Random token ids: a workload for each number of concurrent requests, and one of prefill."""
     made = [
-        _random(f"concurrency {clients}", max(4, 2 * clients), clients, input_len, output_len)
+        _random(f"concurrency {clients}", _requests(clients), clients, input_len, output_len)
         for clients in concurrencies
     ]
     size = (PREFILL_REQUESTS, PREFILL_CLIENTS, prefill_len, PREFILL_OUTPUT)
     return [*made, _random(f"prefill of {prefill_len}", *size)]
+
+
+def _requests(clients: int) -> int:
+    """Eight rounds of each client, fewer where that is more than 512 requests, but two."""
+    return max(2 * clients, min(8 * clients, 512))
 
 
 def _random(name: str, requests: int, clients: int, input_len: int, output_len: int) -> Workload:
