@@ -59,9 +59,14 @@ def test_reduced_configs_keep_the_order_of_layers():
     assert reduced(FLASH, 8, 64)["num_hash_layers"] == 3
 
 
+def test_requests_of_many_clients():
+    plan = workloads([64, 65, 256, 300], input_len=8, output_len=4, prefill_len=24)
+    assert [w.requests for w in plan[:-1]] == [512, 512, 512, 600]
+
+
 def test_table_of_a_comparison():
     plan = workloads([1, 32], input_len=8, output_len=4, prefill_len=24)
-    assert [w.requests for w in plan] == [4, 64, 64]
+    assert [w.requests for w in plan] == [8, 256, 64]
     assert [w.output_len for w in plan] == [4, 4, 2]
     assert " ".join(plan[2].options).startswith("--dataset-name random-ids --random-input-len 24 ")
     values = {"throughput": 10.0, "ttft": 4.0, "tpot": 2.0, "cpu": 1.0}

@@ -65,7 +65,7 @@ def workloads(
 
 
 def _requests(clients: int) -> int:
-    """Eight rounds of each client, fewer where that is more than 512 requests, but two."""
+    """Eight rounds of each client, fewer where that is more than 512 requests, but two at least."""
     return max(2 * clients, min(8 * clients, 512))
 
 
