@@ -47,12 +47,17 @@ def current_arch() -> str:
     Raises:
         UnsupportedError: there is no CUDA device, or the kernels do not know it.
     """
+    _require_device()
+    return _arch_of_device(torch.cuda.current_device())
+
+
+@cache
+def _require_device() -> None:
     if not torch.cuda.is_available():
         raise UnsupportedError(
             "No CUDA device or driver was found, wanted one for the GPU kernels: install the "
             "NVIDIA driver, or run on a CPU with --device cpu."
         )
-    return _arch_of_device(torch.cuda.current_device())
 
 
 @cache

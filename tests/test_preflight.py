@@ -110,6 +110,7 @@ def gpu(monkeypatch):
     monkeypatch.delenv("SGLANG_DSV4_NVFP4_REFERENCE_ON_GPU", raising=False)
     yield choose
     hardware._arch_of_device.cache_clear()
+    hardware._require_device.cache_clear()
 
 
 def test_a_gpu_without_kernels_is_refused_by_its_capability(monkeypatch, gpu):

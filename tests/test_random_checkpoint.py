@@ -6,10 +6,11 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from sglang_dsv4.bench import random_checkpoint
+from sglang_dsv4.bench import compare_stock, random_checkpoint
 from sglang_dsv4.bench.compare_stock import Side, render, workloads
 from sglang_dsv4.bench.published import FLASH, PRO, reduced
 from sglang_dsv4.checkpoint.quant import QuantKind
+from sglang_dsv4.demo.server import ServerError
 from sglang_dsv4.errors import ConfigError
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 from sglang_dsv4.model_source import open_source
@@ -66,7 +67,7 @@ def test_requests_of_many_clients():
 
 def test_table_of_a_comparison():
     plan = workloads([1, 32], input_len=8, output_len=4, prefill_len=24)
-    assert [w.requests for w in plan] == [8, 256, 64]
+    assert [w.requests for w in plan] == [32, 256, 64]
     assert [w.output_len for w in plan] == [4, 4, 2]
     assert " ".join(plan[2].options).startswith("--dataset-name random-ids --random-input-len 24 ")
     values = {"throughput": 10.0, "ttft": 4.0, "tpot": 2.0, "cpu": 1.0}
@@ -76,3 +77,29 @@ def test_table_of_a_comparison():
     lines = render(plan, left, right).splitlines()
     assert "| concurrency 1 | tokens/s | 20.0 | 10.0 | 2.00 |" in lines
     assert lines[-1] == "| | token capacity | 300 | 200 | 1.50 |"
+
+
+def test_what_this_server_measured_outlives_a_stock_that_fails(monkeypatch, tmp_path, capsys):
+    """An hour of measuring is not lost to the other side; without this side there is no table."""
+    values = {"throughput": 10.0, "ttft": 4.0, "tpot": 2.0, "cpu": 1.0}
+    outcomes = []
+
+    def run_side(server, plan, args):
+        if outcomes.pop(0):
+            return Side({w.name: values for w in plan}, 300)
+        raise ServerError("The server did not start within 1 s: see its log.")
+
+    monkeypatch.setattr(compare_stock, "run_side", run_side)
+    monkeypatch.setattr(
+        compare_stock, "write_random_checkpoint", lambda folder, *_: folder.mkdir(parents=True)
+    )
+    options = ["--concurrency", "1", "--results", str(tmp_path)]
+    outcomes[:] = [True, False]
+    assert compare_stock.main(options) == 2
+    found = capsys.readouterr()
+    assert "| concurrency 1 | tokens/s | 10.0 |\n" in found.out
+    assert found.out.endswith("| | token capacity | 300 |\n")
+    assert found.err.strip() == "The server did not start within 1 s: see its log."
+    outcomes[:] = [False]
+    assert compare_stock.main(options) == 2
+    assert capsys.readouterr().out == ""

@@ -84,7 +84,11 @@ def test_an_unknown_purpose_is_refused(tools, tmp_path):
     [
         (["--soak", "0"], "--soak is '0', wanted a positive whole number."),
         (["--jobs"], "--jobs is '', wanted a positive whole number."),
-        (["--quick"], "launch/test_gpu.sh takes --soak and --jobs, found '--quick'."),
+        (
+            ["--quick"],
+            "launch/test_gpu.sh takes --soak, --jobs and suites (kernels repeats weights cache "
+            "served shapes), found '--quick'.",
+        ),
         ([], "No NVIDIA GPU was found, wanted one: run it on a machine with one."),
     ],
 )

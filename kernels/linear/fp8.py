@@ -12,7 +12,7 @@ weights by 2.1% of their size in the root mean square, the product by 3.4% (comp
 import torch
 from torch import Tensor
 
-from sglang_dsv4.kernels.linear.fp8_rows import quantize_rows
+from sglang_dsv4.kernels.linear.fp8_rows import shared_rows
 
 FP8_TOKENS = 512
 """Above it a layer multiplies in FP8 where that is chosen: larger than any decode batch of
@@ -34,17 +34,17 @@ def fp8_product(x: Tensor, weight: Tensor, outer: Tensor) -> Tensor:
     Args:
         x: bfloat16 [T, in], the last axis contiguous.
         weight: float8_e4m3fn [out, in], both multiples of 16.
-        outer: float32 [1], the factor of the float32 sums.
+        outer: float32 [out], the factor of each output's float32 sums.
 
     Returns:
         bfloat16 [T, out]; a row of x with a NaN or an infinity gives NaN.
     """
-    rows, scale = quantize_rows(x)
+    rows, scale = shared_rows(x)
     return torch._scaled_mm(
         rows,
         weight.t(),
         scale_a=scale[:, None],
-        scale_b=outer.expand(weight.shape[0]).contiguous()[None, :],
+        scale_b=outer[None, :],
         out_dtype=torch.bfloat16,
         use_fast_accum=False,
     )

@@ -14,6 +14,7 @@ _LARGEST = tl.constexpr(448.0)
 _SMALLEST = tl.constexpr(2.0**-100)
 _NOT_FINITE = tl.constexpr(0x7F80)
 _WARPS = 8
+_KEPT = "_fp8_rows"
 
 
 @triton.jit
@@ -70,3 +71,18 @@ def quantize_rows(x: Tensor) -> tuple[Tensor, Tensor]:
             num_warps=_WARPS,
         )
     return out, scale
+
+
+def shared_rows(x: Tensor) -> tuple[Tensor, Tensor]:
+    """``quantize_rows`` of x, made once and kept with it for the other layers that take it.
+
+    Nothing may write to x in between: an inference tensor does not count its changes. Nothing is
+    kept while a CUDA graph is captured, whose branches do not wait for each other.
+    """
+    if x.is_cuda and torch.cuda.is_current_stream_capturing():
+        return quantize_rows(x)
+    kept: tuple[Tensor, Tensor] | None = getattr(x, _KEPT, None)
+    if kept is None:
+        kept = quantize_rows(x)
+        setattr(x, _KEPT, kept)
+    return kept

@@ -7,7 +7,8 @@ on both: random prompts with answers at several numbers of concurrent requests, 
 with answers of two tokens, whose tokens/s are the prefill rate. The radix cache is off, since
 random prompts would find nothing in it. Each workload runs twice and the second run counts, since
 both servers compile some kernels when they meet a new shape.
-It exits 0 when it could measure, 2 when it could not; it judges nothing.
+It exits 0 when it could measure, 2 when it could not, after the table of this server where stock's
+is what failed; it judges nothing.
 """
 
 import argparse
@@ -36,6 +37,7 @@ SERVED_NAME = "random"
 PREFILL_REQUESTS, PREFILL_CLIENTS = 64, 16
 PREFILL_OUTPUT = 2
 """Two, since a time per output token needs two."""
+TITLES = {"throughput": "tokens/s", "ttft": "median TTFT ms", "tpot": "median TPOT ms"}
 # Its experts would be MXFP4 by default, which is not what its FP8 kernels are compared in. DeepGEMM
 # would compile every batch size up to 16384 before the server answers; so it does when needed.
 STOCK_FP8_ENV = STOCK_ENV | {
@@ -65,8 +67,8 @@ def workloads(
 
 
 def _requests(clients: int) -> int:
-    """Eight rounds of each client, fewer where that is more than 512 requests, but two at least."""
-    return max(2 * clients, min(8 * clients, 512))
+    """Eight rounds of each client, but 32 to 512 requests where that leaves each two at least."""
+    return max(2 * clients, min(max(8 * clients, 32), 512))
 
 
 def _random(name: str, requests: int, clients: int, input_len: int, output_len: int) -> Workload:
@@ -132,9 +134,8 @@ def token_capacity(server: Server) -> int:
 def render(plan: Sequence[Workload], left: Side, right: Side) -> str:
     """The two sides as a Markdown table; every ratio is ours over stock's."""
     lines = ["| workload | metric | ours | stock | ours / stock |", "|---|---|---:|---:|---:|"]
-    titles = {"throughput": "tokens/s", "ttft": "median TTFT ms", "tpot": "median TPOT ms"}
     for workload in plan:
-        for name, title in titles.items():
+        for name, title in TITLES.items():
             a, b = left.values[workload.name][name], right.values[workload.name][name]
             lines.append(f"| {workload.name} | {title} | {a:.1f} | {b:.1f} | {a / b:.2f} |")
     a, b = left.capacity, right.capacity
@@ -142,11 +143,23 @@ def render(plan: Sequence[Workload], left: Side, right: Side) -> str:
     return "\n".join(lines)
 
 
+def render_one(plan: Sequence[Workload], side: Side) -> str:
+    """What one server measured as a Markdown table, for when the other could not be."""
+    lines = ["| workload | metric | ours |", "|---|---|---:|"]
+    for workload in plan:
+        for name, title in TITLES.items():
+            lines.append(f"| {workload.name} | {title} | {side.values[workload.name][name]:.1f} |")
+    return "\n".join([*lines, f"| | token capacity | {side.capacity} |"])
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Measure both sides and print the table; the exit status is described above."""
     args = _parse(argv)
     plan = workloads(args.concurrency, args.input_len, args.output_len, args.prefill_len)
     args.results.mkdir(parents=True, exist_ok=True)
+    shapes = f"{args.shapes}, {args.layers} layers, {args.experts} experts"
+    title = f"\n{shapes}, {args.input_len} tokens in, {args.output_len} out\n"
+    left: Side | None = None
     try:
         with exit_on_signals(), tempfile.TemporaryDirectory(prefix="sglang_dsv4-stock-") as folder:
             config = reduced(CONFIGS[args.shapes], args.layers, args.experts)
@@ -165,11 +178,11 @@ def main(argv: Sequence[str] | None = None) -> int:
                 stock(fp8, serve_options(args), free_port(), args.results / "stock.log"), plan, args
             )
     except Dsv4Error as error:
+        if left is not None:
+            print(title, render_one(plan, left), sep="\n")
         print(f"\n{error}", file=sys.stderr)
         return EXIT_STATUS
-    shapes = f"{args.shapes}, {args.layers} layers, {args.experts} experts"
-    print(f"\n{shapes}, {args.input_len} tokens in, {args.output_len} out\n")
-    print(render(plan, left, right))
+    print(title, render(plan, left, right), sep="\n")
     return 0
 
 

@@ -2,7 +2,7 @@
 
 ``input_scale`` is not used. Few rows an expert are multiplied from the 4-bit weights
 (``experts_decode``); on sm_90 many are multiplied by weights widened in parts
-(``experts_prefill.products``). The width of the experts is padded with zeros to 64, the hidden size
+(``experts_prefill``). The width of the experts is padded with zeros to 64, the hidden size
 of every DeepSeek-V4 fits.
 """
 
@@ -16,7 +16,12 @@ from sglang_dsv4.kernels.experts.grouped import experts_decode, prepare
 from sglang_dsv4.kernels.linear.records import COLUMNS, ROWS, pack_records
 from sglang_dsv4.kernels.linear.widen import DIVISOR, widen
 from sglang_dsv4.layers.expert_products import Source
-from sglang_dsv4.layers.experts_prefill import ROWS_WORTH, products, worthwhile
+from sglang_dsv4.layers.experts_prefill import (
+    ROWS_WORTH,
+    products,
+    products_fp8,
+    worthwhile,
+)
 from sglang_dsv4.layers.nvfp4_linear import replace_parameters
 from sglang_dsv4.layers.nvfp4_moe import Nvfp4MoEMethod, pad_experts, share_outer_scale
 
@@ -90,19 +95,30 @@ class CuteMoEMethod(Nvfp4MoEMethod):
         experts_decode(x, *_matrices(layer), ids.float(), ids, self.clamp)
         if worthwhile(ids.expand(rows, -1), experts, self.fp8):
             w13, w2, outer13, outer2 = (part[:1] for part in _matrices(layer))
-            gate_up, down = source(w13, outer13, self.fp8), source(w2, outer2, self.fp8)
-            products(x, gate_up, down, ids.float(), ids, self.clamp, self.fp8)
+            self._large(x, w13, w2, outer13, outer2, ids.float(), ids)
+
+    def _large(
+        self,
+        x: torch.Tensor,
+        w13: torch.Tensor,
+        w2: torch.Tensor,
+        outer13: torch.Tensor,
+        outer2: torch.Tensor,
+        routed: torch.Tensor,
+        ids: torch.Tensor,
+    ) -> torch.Tensor:
+        matrices = source(w13, outer13, self.fp8), source(w2, outer2, self.fp8)
+        return (products_fp8 if self.fp8 else products)(x, *matrices, routed, ids, self.clamp)
 
     def apply(self, layer: Any, dispatch_output: "DispatchOutput") -> "CombineInput":
-        """The chosen experts, weighted after the down projection: [T, k, D]."""
+        """The chosen experts, weighted after the down projection: [T, k, D] or summed, [T, D]."""
         from sglang.srt.layers.moe.token_dispatcher import StandardCombineInput
 
         topk, hidden = dispatch_output.topk_output, dispatch_output.hidden_states
         w13, w2, outer13, outer2 = _matrices(layer)
         routing = (topk.topk_weights, topk.topk_ids, self.clamp)
         if worthwhile(topk.topk_ids, len(w13), self.fp8):
-            gate_up, down = source(w13, outer13, self.fp8), source(w2, outer2, self.fp8)
-            out = products(hidden, gate_up, down, *routing, self.fp8)
+            out = self._large(hidden, *_matrices(layer), *routing[:2])
         else:
             out = experts_decode(hidden, w13, w2, outer13, outer2, *routing)
         return StandardCombineInput(hidden_states=out)

@@ -44,6 +44,7 @@ class CuteLinearMethod(Nvfp4LinearMethod):
         outer = layer.weight_scale_2.data.max().reshape(1)
         replace_parameters(layer, weight=weight, weight_scale_2=outer)
         layer.outer = float(outer)
+        layer.fp8_outer = (outer * DIVISOR[torch.float8_e4m3fn]).repeat(layer.rows)
         layer.arrived = counters(layer.rows, weight.device)
         if weight.is_cuda:
             self._compile(layer)
@@ -70,7 +71,7 @@ class CuteLinearMethod(Nvfp4LinearMethod):
     def _fp8(self, layer: Any, x: torch.Tensor) -> torch.Tensor:
         if x.stride(-1) != 1:
             x = x.contiguous()
-        dtype = torch.float8_e4m3fn
-        weight = torch.empty((1, layer.rows, x.shape[1]), dtype=dtype, device=x.device)
+        shape = (1, layer.rows, x.shape[1])
+        weight = torch.empty(shape, dtype=torch.float8_e4m3fn, device=x.device)
         widen(layer.weight[None], weight)
-        return fp8_product(x, weight[0], layer.weight_scale_2 * DIVISOR[dtype])
+        return fp8_product(x, weight[0], layer.fp8_outer)

@@ -1,8 +1,7 @@
 """Grouped products of routed experts on sm_90: slots sorted by expert, then a kernel with TMA.
 
-Operands are bfloat16, or e4m3 with a scale for each row of activations. A weight is right but for a
-power of two and its expert's outer scale, which are applied to the float32 sums. The Hopper FP8
-instruction adds with about 14 bits; each ``DEPTH`` columns its sums go to float32 registers.
+Operands are bfloat16 (``grouped_fp8`` multiplies in FP8). A weight is right but for a power of two
+and its expert's outer scale, which are applied to the float32 sums.
 """
 
 from collections.abc import Callable
@@ -17,7 +16,7 @@ from triton.tools.tensor_descriptor import TensorDescriptor
 from sglang_dsv4.kernels.hardware import num_sms
 
 BLOCK_ROWS = 128
-_GROUP = 8
+_DEPTH, _GROUP = 64, 8
 
 
 class Blocks(NamedTuple):
@@ -55,7 +54,6 @@ class Source:
 @triton.jit(do_not_specialize=["first", "last", "slots"])
 def _multiply(
     x: tl.tensor,
-    x_scale: tl.tensor,
     weight: tl.tensor,
     outer: tl.tensor,
     routed: tl.tensor,
@@ -70,7 +68,6 @@ def _multiply(
     inputs: tl.tensor,
     limit: tl.tensor,
     UNDO: tl.constexpr,
-    SCALED: tl.constexpr,
     GATED: tl.constexpr,
     TOP_K: tl.constexpr,
     PROGRAMS: tl.constexpr,
@@ -83,13 +80,10 @@ def _multiply(
 
     GATED: N is gate and up of ``outputs`` each, ``out`` their SwiGLU, x has a row for each token.
     Otherwise N = outputs, x has a row for each slot, and ``out`` is weighted by ``routed``.
-    SCALED: operands are e4m3, ``x_scale`` has a factor for each row of x.
     """
     begin = tl.load(starts + first)
     blocks = tl.load(starts + last) - begin
     columns = (outputs + COLUMNS - 1) // COLUMNS
-    # Columns that the instruction may add up on its own.
-    own: tl.constexpr = DEPTH if SCALED else None
     for tile in range(tl.program_id(0), blocks * columns, PROGRAMS):
         # Neighbours in time share rows and weights in the L2 cache.
         group = tile // (GROUP * columns)
@@ -108,16 +102,12 @@ def _multiply(
         for depth in range(0, inputs, DEPTH):
             left = tl.load(source)
             right = weight.load([base, depth]).T
-            total = tl.dot(left, right, total, max_num_imprecise_acc=own)
+            total = tl.dot(left, right, total)
             if GATED:
                 right = weight.load([base + outputs, depth]).T
-                up = tl.dot(left, right, up, max_num_imprecise_acc=own)
+                up = tl.dot(left, right, up)
             source += DEPTH
         factor = tl.load(outer + expert).to(tl.float32) * UNDO
-        if SCALED:
-            scale = tl.load(x_scale + row)[:, None]
-            total *= scale
-            up *= scale
         if GATED:
             total = total * factor
             up = up * factor
@@ -179,31 +169,24 @@ def multiply(
     first: int,
     limit: float | None = None,
     gated: bool = False,
-    x_scale: torch.Tensor | None = None,
 ) -> None:
     """Products of experts first .. first + parts; each writes the slots of its experts.
 
     Args:
-        x: [T, in] if gated, else [T * k, in], contiguous; bfloat16, or e4m3 with ``x_scale``.
-        weight: [parts, N, in] in x's dtype; N = 2 I of gate and up if gated, else the width of out.
+        x: bfloat16 [T, in] if gated, else [T * k, in], contiguous.
+        weight: bfloat16 [parts, N, in]; N = 2 I of gate and up if gated, else the width of out.
             in is a multiple of 64.
         outer: float [E], of all experts; with ``undo`` the factor of the float32 sums.
         routed: float [T, k], the weights of the result unless gated.
         out: [T * k, I] the clamped SwiGLU if gated, else [T * k, N].
         limit: ``swiglu_limit``; None clamps nothing.
-        x_scale: float32 [rows of x], e4m3 only.
     """
     experts, outputs, inputs = weight.shape
-    scaled = x_scale is not None
-    # 128 bytes of a row at a time, where the width is a multiple of that.
-    depth = 128 if scaled and inputs % 128 == 0 else 64
-    # Sums beside the instruction's own leave no registers for 256 columns.
-    columns = 128 if gated or scaled else 256
+    columns = 128 if gated else 256
     programs = num_sms(x.device.index)
     _multiply[(programs,)](
         x,
-        x_scale,
-        TensorDescriptor.from_tensor(weight.view(-1, inputs), [columns, depth]),
+        TensorDescriptor.from_tensor(weight.view(-1, inputs), [columns, _DEPTH]),
         outer,
         routed,
         blocks.rows,
@@ -217,13 +200,12 @@ def multiply(
         inputs,
         float("inf") if limit is None else limit,
         UNDO=undo,
-        SCALED=scaled,
         GATED=gated,
         TOP_K=routed.shape[1],
         PROGRAMS=programs,
         ROWS=BLOCK_ROWS,
         COLUMNS=columns,
-        DEPTH=depth,
+        DEPTH=_DEPTH,
         GROUP=_GROUP,
         num_warps=8,
         num_stages=4,

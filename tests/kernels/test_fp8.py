@@ -90,6 +90,43 @@ def test_no_rows():
     assert values.shape == (0, 64) and scale.shape == (0,)
 
 
+@pytest.mark.parametrize("inference", [False, True])
+def test_rows_are_made_once_for_a_tensor(inference, monkeypatch):
+    convert_to_e4m3_as_torch(monkeypatch)
+    module = interpreted(ROWS, monkeypatch)
+    calls, stock = [], module.quantize_rows
+    monkeypatch.setattr(module, "quantize_rows", lambda x: calls.append(x) or stock(x))
+    with torch.inference_mode(inference):
+        x = hostile_rows(48)
+        first = module.shared_rows(x)
+        assert module.shared_rows(x) is first
+        assert module.shared_rows(x.flatten(0, -2)) is first, "as the linear layers pass it on"
+        assert len(calls) == 1 and calls[0] is x
+        other = x[:]
+        other[0] *= 2
+        found, scale = module.shared_rows(other)
+    assert len(calls) == 2
+    wanted, wanted_scale = reference.quantize_rows(other)
+    assert_same(found, wanted)
+    assert torch.equal(scale.nan_to_num(), wanted_scale.nan_to_num())
+    assert scale[0] == 2 * first[1][0]
+
+
+def test_rows_are_not_kept_in_a_capture(monkeypatch):
+    """Branches of a graph do not wait for each other."""
+    module = interpreted(ROWS, monkeypatch)
+
+    class Captured:
+        is_cuda = True
+
+    made = []
+    monkeypatch.setattr(torch.cuda, "is_current_stream_capturing", lambda: True)
+    monkeypatch.setattr(module, "quantize_rows", lambda x: made.append(x) or ("rows", "scale"))
+    x = Captured()
+    assert module.shared_rows(x) == module.shared_rows(x) == ("rows", "scale")
+    assert made == [x, x] and not vars(x)
+
+
 def test_what_widening_loses():
     """As ``widen_weight`` says, from scale 2^-2 on: which values are exact, and by how much not."""
     weight, scale = every_code_and_scale()
@@ -117,7 +154,7 @@ def test_product(out, width, monkeypatch):
     from sglang_dsv4.kernels.linear import fp8
 
     convert_to_e4m3_as_torch(monkeypatch)
-    monkeypatch.setattr(fp8, "quantize_rows", interpreted(ROWS, monkeypatch).quantize_rows)
+    monkeypatch.setattr(fp8, "shared_rows", interpreted(ROWS, monkeypatch).shared_rows)
     draw = torch.Generator().manual_seed(width)
     weight = torch.randint(0, 256, (out, width // 2), dtype=torch.uint8, generator=draw)
     scale = torch.exp2(torch.rand(out, width // 16, generator=draw) * 6).to(torch.float8_e4m3fn)
@@ -126,7 +163,7 @@ def test_product(out, width, monkeypatch):
     x[3] = 0
     x[5, 7] = float("nan")
     dense = reference.widen_weight(weight, scale)
-    found = fp8.fp8_product(x, dense, scale_2 / reference.WEIGHT_SHIFT).float()
+    found = fp8.fp8_product(x, dense, (scale_2 / reference.WEIGHT_SHIFT).repeat(out)).float()
     values, row_scale = reference.quantize_rows(x)
     wide = dense.double()
     wanted = values.double() @ wide.T * row_scale.double()[:, None] * 0.08

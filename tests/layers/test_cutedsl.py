@@ -12,6 +12,7 @@ from conftest import nvfp4, widen_records
 from sglang_dsv4.errors import CheckpointError, UnsupportedError
 from sglang_dsv4.kernels.experts import grouped
 from sglang_dsv4.kernels.linear.records import pack_records, unpack_records
+from sglang_dsv4.kernels.linear.widen import DIVISOR
 from sglang_dsv4.kernels.reference.fp8 import widen_weight
 from sglang_dsv4.kernels.reference.nvfp4 import dequantize_weight
 from sglang_dsv4.layers import cutedsl_experts, cutedsl_linear
@@ -76,25 +77,23 @@ def test_what_does_not_fit_is_refused():
         method.process_weights_after_loading(layer)
 
 
+@pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("many", [False, True])
-def test_a_batch_gets_the_function_for_its_size(monkeypatch, many):
+def test_a_batch_gets_the_function_for_its_size(monkeypatch, many, fp8):
     method, layer = experts_layer(2, 128, 64)
+    method.fp8 = fp8
     method.process_weights_after_loading(layer)
     calls = []
+    for name in ("experts_decode", "products", "products_fp8"):
 
-    def decode(*args):
-        calls.append(("few", args))
-        return args[0]
+        def called(*args, name=name):
+            calls.append((name, args))
+            return args[0]
 
-    def products(*args):
-        calls.append(("many", args))
-        return args[0]
+        monkeypatch.setattr(cutedsl_experts, name, called)
 
-    monkeypatch.setattr(cutedsl_experts, "experts_decode", decode)
-    monkeypatch.setattr(cutedsl_experts, "products", products)
-
-    def worthwhile(ids, experts, fp8):
-        assert (ids, experts, fp8) == ("ids", 2, False)
+    def worthwhile(ids, experts, in_fp8):
+        assert (ids, experts, in_fp8) == ("ids", 2, fp8)
         return many
 
     monkeypatch.setattr(cutedsl_experts, "worthwhile", worthwhile)
@@ -102,16 +101,16 @@ def test_a_batch_gets_the_function_for_its_size(monkeypatch, many):
     given = SimpleNamespace(hidden_states="x", topk_output=topk)
     assert method.apply(layer, given).hidden_states == "x"
     ((name, args),) = calls
-    assert name == ("many" if many else "few")
+    assert name == (("products_fp8" if fp8 else "products") if many else "experts_decode")
     assert args[0] == "x"
+    assert args[-3:] == ("routed", "ids", 7.0)
     if many:
-        assert args[-4:] == ("routed", "ids", 7.0, False)
-        gate_up, down = args[1:3]
+        gate_up, down = args[1:-3]
+        assert gate_up.undo == down.undo == DIVISOR[torch.float8_e4m3fn if fp8 else torch.bfloat16]
         assert (gate_up.experts, gate_up.outputs, gate_up.inputs) == (2, 128, 128)
         assert (down.experts, down.outputs, down.inputs) == (2, 128, 64)
         assert down.outer is layer.w2_weight_scale_2
     else:
-        assert args[-3:] == ("routed", "ids", 7.0)
         assert args[1] is layer.w13_weight and args[4] is layer.w2_weight_scale_2
 
 
@@ -141,7 +140,7 @@ def test_a_large_batch_of_a_linear_layer_in_fp8(monkeypatch, tokens, out, fp8):
     layer, method = torch.nn.Module(), CuteLinearMethod(fp8=True)
     layer.rows, layer.arrived = out, None
     layer.weight, layer.weight_scale_2 = pack_records(weight, scale), torch.tensor([2.0**-6])
-    layer.outer = 2.0**-6
+    layer.outer, layer.fp8_outer = 2.0**-6, torch.full((out,), 2.0**-3)
     x = torch.randn(80, tokens, dtype=torch.bfloat16).T
     calls = []
 
@@ -149,7 +148,7 @@ def test_a_large_batch_of_a_linear_layer_in_fp8(monkeypatch, tokens, out, fp8):
         calls.append("fp8")
         assert rows.stride(-1) == 1 and torch.equal(rows, x)
         assert torch.equal(dense.float(), widen_weight(weight, scale).float())
-        assert outer.tolist() == [2.0**-3]
+        assert outer is layer.fp8_outer
         return rows[:, :1].expand(-1, out)
 
     def linear(rows, *_):
@@ -179,6 +178,8 @@ def test_a_linear_layer(monkeypatch, out, width, bias):
     method = CuteLinearMethod()
     method.process_weights_after_loading(layer)
     assert {name for name, _ in layer.named_parameters()} == {"weight", "weight_scale_2"}
+    # Widened e4m3 weights are eighths: the layer's outer scale is 0.25.
+    assert layer.fp8_outer.tolist() == [2.0] * out
 
     def linear(x, records, scale_2, outer, rows, arrived):
         assert arrived is layer.arrived and arrived.numel() >= records.shape[0]
@@ -252,8 +253,8 @@ def test_experts_load_under_a_bfloat16_default(bfloat16_default, monkeypatch, fp
     def launch(shape, x, records, outer, routed, lists, out, limit):
         launches.append((x.dtype, outer.dtype, routed.dtype, lists[0].dtype, out.dtype))
 
-    def products(x, gate_up, down, routed, ids, clamp, in_fp8):
-        calls.append((gate_up.experts, in_fp8))
+    def products(x, gate_up, down, routed, ids, clamp):
+        calls.append((gate_up.experts, gate_up.undo, down.undo))
         dtypes = (x.dtype, gate_up.outer.dtype, down.outer.dtype, routed.dtype, ids.dtype)
         assert dtypes == (torch.bfloat16, *[torch.float32] * 3, torch.int32)
 
@@ -271,11 +272,12 @@ def test_experts_load_under_a_bfloat16_default(bfloat16_default, monkeypatch, fp
     monkeypatch.setattr(grouped, "experts_plan", lambda tokens, *_: asked.add(tokens) or plan)
     monkeypatch.setattr(grouped, "slot_lists", lambda *_: lists)
     monkeypatch.setattr(grouped, "launch", launch)
-    monkeypatch.setattr(cutedsl_experts, "products", products)
+    monkeypatch.setattr(cutedsl_experts, "products_fp8" if fp8 else "products", products)
     monkeypatch.setattr(cutedsl_experts, "worthwhile", worthwhile)
     method._compile(layer)
     # What prepares two shapes, and one token through both.
     f32, bf16, i32 = torch.float32, torch.bfloat16, torch.int32
     assert launches == [(bf16, f32, f32, i32, bf16)] * 4
     assert asked == set(range(1, ROWS_WORTH[fp8] + 1))
-    assert calls == [(1, fp8)]
+    undo = DIVISOR[torch.float8_e4m3fn if fp8 else torch.bfloat16]
+    assert calls == [(1, undo, undo)]

@@ -120,12 +120,15 @@ def test_hostile_linear(out, width, tokens, fp8):
     layer, weight = cases.random_linear(out, width, fp8, hostile=True)
     x = torch.full((tokens, width + 8), float("nan"), dtype=cases.BF16)[:, :width]
     x.copy_(cases.inputs(tokens, width))
-    wanted = x.float() @ weight.T
+    inputs = x.float()
+    wanted = inputs @ weight.T
     sound = layer(x)[0]
     assert sound.isfinite().all()
     if tokens < 5:
         assert_near(sound, wanted, "cutedsl")
         return
+    # Another tensor of the same memory: quantised rows are kept with the one that they are of.
+    x = x[:]
     x[1] = 0
     x[2] *= 2.0**40
     x[3] *= 2.0**-40
@@ -137,10 +140,15 @@ def test_hostile_linear(out, width, tokens, fp8):
     in_fp8 = FP8_LINEAR if fp8 and tokens > FP8_TOKENS and out % 16 == 0 else 0.0
     # One output of a row is a single number; the cosine of a column of them says more.
     assert_near(found[whole], wanted[whole], "cutedsl", in_fp8)
-    if out > 1:
-        for row, factor in ((2, 2.0**40), (3, 2.0**-40)):
-            ours = found[row].double() / factor
-            assert_near(ours, wanted[row], "cutedsl", in_fp8 and 0.99)
+    for row, factor in ((2, 2.0**40), (3, 2.0**-40)) if out > 1 else ():
+        ours = found[row].double() / factor
+        if in_fp8:
+            # Each operand is off by 2^-4 of itself at most, a product by less than 0.13: as much
+            # of the sum of magnitudes, which is all that 48 columns that cancel allow.
+            terms = inputs[row].abs() @ weight.abs().T
+            assert (ours - wanted[row]).norm() < 0.13 * terms.norm()
+        else:
+            assert_near(ours, wanted[row], "cutedsl")
 
 
 @pytest.mark.parametrize(("hidden", "inner"), EXPERTS)
@@ -171,8 +179,11 @@ def test_hostile_experts(hidden, inner, tokens, fp8):
     weights = topk.topk_weights.masked_fill(ids < 0, 0.0)
     wanted = moe_experts(x.float(), gate_up, down, weights, ids.clamp(min=0), 10.0)
     sound = layer(x, topk)
-    assert sound.shape == (tokens, 6, hidden) and not sound[ids < 0].any()
+    if sound.dim() == 3:
+        assert sound.shape == (tokens, 6, hidden) and not sound[ids < 0].any()
+    assert not total(sound)[5:9].any()
     assert_near(total(sound), wanted, "cutedsl", experts_in_fp8(fp8, ids.numel(), 16))
+    x = x.clone()
     x[20, 7] = float("nan")
     found, others = layer(x, topk), torch.arange(tokens) != 20
     assert found[20].isnan().all()
